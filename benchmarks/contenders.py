@@ -137,10 +137,10 @@ def our_background_saver(
     staging: Literal["blocking", "overlapped"], max_host_bytes: int | None = None
 ) -> BackgroundSaver:
     """Returns torch_ckpt.async_save; None for `max_host_bytes` means its default."""
-    options: dict[str, Any] = {} if max_host_bytes is None else {"max_host_bytes": max_host_bytes}
+    options = torch_ckpt.WriteOptions(max_host_bytes=max_host_bytes)
 
     def start(state: State, path: Path) -> Running:
-        handle = torch_ckpt.async_save(state, path, staging=staging, **options)
+        handle = torch_ckpt.async_save(state, path, staging=staging, options=options)
         return Running(handle.committed, handle.staged, handle)
 
     label = f"torch_ckpt.async_save, {staging}"
@@ -329,7 +329,7 @@ def _load_safetensors(state: State, path: Path) -> None:
 
 
 def _load_unverified(state: State, path: Path) -> None:
-    torch_ckpt.load(state, path, verify=False)
+    torch_ckpt.load(state, path, options=torch_ckpt.ReadOptions(verify=False))
 
 
 def _load_by_call(state: State, path: Path) -> None:
@@ -337,11 +337,11 @@ def _load_by_call(state: State, path: Path) -> None:
 
 
 def _load_read_once(state: State, path: Path) -> None:
-    torch_ckpt.load(state, path, read_once=True)
+    torch_ckpt.load(state, path, options=torch_ckpt.ReadOptions(read_once=True))
 
 
 def _load_directly(state: State, path: Path) -> None:
-    torch_ckpt.load(state, path, direct_io=True)
+    torch_ckpt.load(state, path, options=torch_ckpt.ReadOptions(direct_io=True))
 
 
 def _save_stock_by_ranks(state: State, path: Path) -> None:

@@ -69,7 +69,7 @@ def _our_dcp_save(state: State, path: Path) -> None:
 
 def _our_dcp_load(state: State, path: Path) -> None:
     reader = torch_ckpt.FileSystemReader(path)
-    dcp_load(state, storage_reader=reader, planner=torch_ckpt.LoadPlanner())
+    dcp_load(state, storage_reader=reader)
 
 
 def _stock_save(state: State, path: Path, *, keeps_plans: bool) -> None:
@@ -95,7 +95,7 @@ SAVES: dict[str, Method] = {
 }
 LOADS: dict[str, Method] = {
     "stock": _stock_load,
-    "dcp.load with torch_ckpt.LoadPlanner": _our_dcp_load,
+    "dcp.load with torch_ckpt's reader": _our_dcp_load,
     "torch_ckpt.load": torch_ckpt.load,
 }
 

@@ -202,7 +202,7 @@ def _loads(path: Path, rounds: int) -> dict[str, list[list[float]]]:
         "load_file and copy_": by_library,
         "torch_ckpt.load": lambda: torch_ckpt.load(target, path, no_dist=True),
         "torch_ckpt.load, verify=False": lambda: torch_ckpt.load(
-            target, path, no_dist=True, verify=False
+            target, path, no_dist=True, options=torch_ckpt.ReadOptions(verify=False)
         ),
     }
     samples: dict[str, list[list[float]]] = {name: [] for name in loaders}

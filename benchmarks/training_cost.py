@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch_ckpt
-from torch_ckpt import Background
+from torch_ckpt import Background, WriteOptions
 
 from . import limits, machine, states
 from .measure import order_of_round, settle
@@ -131,9 +131,11 @@ def _starts(size: int, small_tensors: int, path: Path, writer: _Writer) -> dict[
         end = time.perf_counter() + _IDLE_SECONDS
         return lambda: True, lambda: time.perf_counter() > end
 
-    def save(of: states.State, **settings: Any) -> Start:
+    def save(of: states.State, staging: str, rate: int = 0) -> Start:
+        options = WriteOptions(background=Background(max_bytes_per_second=rate))
+
         def start() -> tuple[Callable[[], bool], Callable[[], bool]]:
-            handle = torch_ckpt.async_save(of, path, **settings)
+            handle = torch_ckpt.async_save(of, path, staging=staging, options=options)
 
             def is_durable() -> bool:
                 return handle.done() and handle.result() is not None
@@ -143,18 +145,17 @@ def _starts(size: int, small_tensors: int, path: Path, writer: _Writer) -> dict[
         return start
 
     def capped(rate: int) -> Start:
-        background = Background(max_bytes_per_second=rate)
-        return save(state, staging="overlapped", background=background)
+        return save(state, "overlapped", rate)
 
     return {
         "no save": nothing,
         "raw direct write by another process": writer.start,
-        "blocking": save(state, staging="blocking"),
-        "overlapped": save(state, staging="overlapped"),
+        "blocking": save(state, "blocking"),
+        "overlapped": save(state, "overlapped"),
         "overlapped, max_bytes_per_second=1e9": capped(1_000_000_000),
         "overlapped, max_bytes_per_second=5e8": capped(500_000_000),
-        f"blocking, {small_tensors:,} tensors of 1 KiB": save(small, staging="blocking"),
-        f"overlapped, {small_tensors:,} tensors of 1 KiB": save(small, staging="overlapped"),
+        f"blocking, {small_tensors:,} tensors of 1 KiB": save(small, "blocking"),
+        f"overlapped, {small_tensors:,} tensors of 1 KiB": save(small, "overlapped"),
     }
 
 

@@ -116,7 +116,9 @@ def contents(path: Path) -> dict[str, bytes]:
 def assert_checkpoint(path: Path, state: StateDict) -> None:
     """Checks that torch_ckpt and stock torch load ``state`` from the checkpoint."""
     # Both need an allow-list for the classes that some states contain.
-    support.assert_checkpoint(path, state, partial(torch_ckpt.load, allow_pickle=True))
+    support.assert_checkpoint(
+        path, state, partial(torch_ckpt.load, options=torch_ckpt.ReadOptions(allow_pickle=True))
+    )
 
 
 @dataclass

@@ -33,7 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("saving",),
     ("state",),
     ("events", "loading"),
-    ("checkpoint", "options", "ranks"),
+    ("checkpoint",),
+    ("options", "ranks"),
     ("_base", "errors", "intervals"),
 )
 

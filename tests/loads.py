@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,16 @@ def save(state: StateDict, path: Path) -> None:
     torch_ckpt.save(state, path, no_dist=True, options=torch_ckpt.WriteOptions(sync_files=False))
 
 
-def load(state: StateDict, path: Path, **options: Any) -> Any:
-    return torch_ckpt.load(state, path, no_dist=True, **options)
+def with_read_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Moves the options of a reader that are among the arguments of a load into ReadOptions."""
+    names = {option.name for option in fields(torch_ckpt.ReadOptions)} & arguments.keys()
+    options = torch_ckpt.ReadOptions(**{name: arguments[name] for name in names})
+    rest = {name: value for name, value in arguments.items() if name not in names}
+    return {"options": options, **rest} if names else rest
+
+
+def load(state: StateDict, path: Path, **arguments: Any) -> Any:
+    return torch_ckpt.load(state, path, no_dist=True, **with_read_options(arguments))
 
 
 def dcp_load(

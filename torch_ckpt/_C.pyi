@@ -238,6 +238,9 @@ class FlatState:
     def add(self, name: str, path: tuple[Any, ...], value: Any) -> None: ...
     def remove(self, row: int) -> None: ...
     def replace(self, row: int, value: Any) -> None: ...
+    def set_part(self, row: int, part: int, value: torch.Tensor) -> None:
+        """Sets the value of a part of a described tensor."""
+
     def set_item(self, item: int, value: Any) -> None: ...
 
 class TensorRead:
@@ -262,6 +265,23 @@ class TensorRead:
     def region_lengths(self) -> torch.Size: ...
     @property
     def tensor(self) -> torch.Tensor: ...
+    @property
+    def is_transformed(self) -> bool:
+        """True if a transform has changed the record, so that only torch can read it."""
+
+def plan_box(
+    index: CheckpointIndex,
+    name: str,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    target: torch.Tensor,
+    reads: TensorReads,
+) -> None:
+    """Adds the reads of a box of a stored tensor into ``target``.
+
+    Raises KeyError if there is no tensor of this name, and Corrupt if the checkpoint lacks a record
+    or does not have the box completely.
+    """
 
 class TensorReads:
     """Tensors to read from the files of one checkpoint."""
@@ -278,6 +298,7 @@ class TensorReads:
         region_offsets: Sequence[int],
         region_lengths: Sequence[int],
         tensor: torch.Tensor,
+        is_transformed: bool = False,
     ) -> None:
         """Adds a region of a stored tensor.
 
@@ -297,6 +318,8 @@ class TensorReads:
     def fetch_plan(self, tables: CheckpointIndex | dict[str, bytes], verify: bool) -> FetchPlan:
         """Plans which bytes of remote files these reads need; ``tables`` as for ``load``."""
     def subset(self, numbers: list[int]) -> TensorReads: ...
+    @property
+    def has_transformed(self) -> bool: ...
     @property
     def stored_bytes(self) -> int: ...
     @property
@@ -365,15 +388,6 @@ class MatchReport:
     def absent_keys(self) -> list[str]:
         """Top-level keys that contain values, none of which is loaded."""
 
-class LoadPlan:
-    """The loaded rows whose values are not tensors that the engine reads."""
-
-    @property
-    def objects(self) -> list[int]: ...
-    @property
-    def by_torch(self) -> list[int]:
-        """Rows that torch's planner must plan."""
-
 class LoadState(FlatState):
     """The targets of a load: a flattened state dict, and what a checkpoint has for it."""
 
@@ -386,8 +400,17 @@ class LoadState(FlatState):
         ``chosen`` returns True for the names to load; None loads all.
         """
 
-    def plan(self, reads: TensorReads) -> LoadPlan:
-        """Adds the reads of all tensors that the engine can plan."""
+    def undescribed(self) -> list[int]:
+        """Rows that are loaded as tensors and must be described before ``plan``."""
+
+    def plan(self, reads: TensorReads) -> list[int]:
+        """Adds the reads of all tensors. Returns the rows of the objects.
+
+        Raises Corrupt if the checkpoint lacks a record or does not have a tensor completely.
+        """
+
+    def is_transformed(self, row: int) -> bool:
+        """True if a transform has changed the record of an object in the plan."""
 
     def object_read(self, row: int) -> ObjectRead:
         """The read of an object in the plan. Its target is the value's path."""

@@ -43,7 +43,7 @@ from torch_ckpt.errors import (
 # All other public names import their modules, and torch, on first use: importing torch takes
 # seconds, and commands such as `torch-ckpt ls` need no tensors.
 if TYPE_CHECKING:
-    from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
+    from torch_ckpt.api import async_save, estimate_read_memory, load, open, preflight, save
     from torch_ckpt.checkpoint.lease import remove_leftovers
     from torch_ckpt.checkpoint.metrics import SaveMetrics
     from torch_ckpt.checkpoint.opened import Checkpoint
@@ -54,11 +54,10 @@ if TYPE_CHECKING:
     from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
     from torch_ckpt.inspection.show import ShownObject, ShownTensor, ShowReport, show
     from torch_ckpt.inspection.verify import Damage, VerifyReport, verify
-    from torch_ckpt.loading.load_planner import LoadPlanner
     from torch_ckpt.loading.reader import FileSystemReader
     from torch_ckpt.loading.report import LoadReport, ReadMemory
     from torch_ckpt.manager import CheckpointManager
-    from torch_ckpt.options import Background, WriteOptions
+    from torch_ckpt.options import Background, ReadOptions, WriteOptions
     from torch_ckpt.publication.export import Export
     from torch_ckpt.publication.publish import Version, async_publish, publish
     from torch_ckpt.saving.handle import AsyncSave, check_for_errors
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
     from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
 else:
     _MODULES = {
-        "api": ("async_save", "estimate_read_memory", "load", "preflight", "save"),
+        "api": ("async_save", "estimate_read_memory", "load", "open", "preflight", "save"),
         "checkpoint.lease": ("remove_leftovers",),
         "checkpoint.opened": ("Checkpoint",),
         "conversion.convert": ("ConvertReport", "convert"),
@@ -78,14 +77,13 @@ else:
         "inspection.diff_report": ("DiffReport", "TensorDifference"),
         "inspection.show": ("ShownObject", "ShownTensor", "ShowReport", "show"),
         "inspection.verify": ("Damage", "VerifyReport", "verify"),
-        "loading.load_planner": ("LoadPlanner",),
         "loading.reader": ("FileSystemReader",),
         "loading.report": ("LoadReport", "ReadMemory"),
         "manager": ("CheckpointManager",),
         "publication.export": ("Export",),
         "publication.publish": ("Version", "async_publish", "publish"),
         "training.async_checkpoint": ("AsyncCheckpoint",),
-        "options": ("Background", "WriteOptions"),
+        "options": ("Background", "ReadOptions", "WriteOptions"),
         "saving.handle": ("AsyncSave", "check_for_errors"),
         "saving.host_memory": ("reserve_pool",),
         "checkpoint.metrics": ("SaveMetrics",),
@@ -99,6 +97,7 @@ else:
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
     #: Former names, and their replacements. CHANGELOG.md lists them, too.
     _REMOVED = {
+        "LoadPlanner": "torch_ckpt.load, which plans with the engine",
         "SafetensorsWriter": "torch_ckpt.save(..., format=torch_ckpt.Safetensors(...))",
         "SavePlanner": "torch_ckpt.save, which plans with the engine",
     }
@@ -137,13 +136,13 @@ __all__ = [
     "FileSystemReader",
     "FileSystemWriter",
     "LoadMismatch",
-    "LoadPlanner",
     "LoadReport",
     "NotCommitted",
     "OnCommitFailed",
     "PerRank",
     "RNGState",
     "ReadMemory",
+    "ReadOptions",
     "RootInUse",
     "Safetensors",
     "SaveMetrics",
@@ -165,6 +164,7 @@ __all__ = [
     "diff",
     "estimate_read_memory",
     "load",
+    "open",
     "preflight",
     "publish",
     "remove_leftovers",

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
-from torch_ckpt.checkpoint.read_options import ReadOptions
-from torch_ckpt.options import Background
+from torch_ckpt.options import Background, ReadOptions
 
 #: Scratch memory in bytes that each thread of a load uses, if the budget permits.
 load_chunk_bytes: int

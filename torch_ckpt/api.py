@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,23 +19,31 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from torch_ckpt._base.checks import names_of, options_of, refuse_unknown, require_choice
+from torch_ckpt._base.checks import names_of, require_choice
 from torch_ckpt.checkpoint.opened import Checkpoint
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.huggingface.model_target import ModelTarget, Safetensors, refuse_model_options
-from torch_ckpt.loading.dtypes import warn_of_lost_precision
 from torch_ckpt.loading.load import Load, Strict
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
-from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
+from torch_ckpt.options import (
+    DEFAULT_OPTIONS,
+    DEFAULT_READ_OPTIONS,
+    ReadOptions,
+    WriteOptions,
+    named_options,
+    refuse_options,
+)
 from torch_ckpt.ranks.exchange import Exchange
-from torch_ckpt.ranks.failures import CheckpointFailed, raised_as_ours
+from torch_ckpt.ranks.failures import raised_as_ours
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.saving import handle
 from torch_ckpt.saving.handle import AsyncSave
 from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.saving.target import DirectoryTarget, Target
 from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.state import load_session
 from torch_ckpt.state.app_state import resolve_state_dict
 from torch_ckpt.state.load_session import LoadSession
 
@@ -127,8 +134,7 @@ def save(
         with ranks:
             if not isinstance(target(), DirectoryTarget):
                 raise ValueError('a planner can only save in the format "checkpoint"')
-            named = {option.name: getattr(options, option.name) for option in fields(options)}
-            writer = FileSystemWriter(checkpoint_id, **named)
+            writer = FileSystemWriter(checkpoint_id, **named_options(options))
             stack.enter_context(handle.exclusive_save(ranks))
         # dcp.save does not notify a writer of a failed save.
         stack.callback(writer.abandon)
@@ -228,9 +234,9 @@ def async_save(
 
 def load(
     state_dict: StateDict,
-    checkpoint_id: CheckpointId | None = None,
+    checkpoint_id: CheckpointId,
     *,
-    storage_reader: FileSystemReader | None = None,
+    options: ReadOptions = DEFAULT_READ_OPTIONS,
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -239,8 +245,8 @@ def load(
     rename: Rename = None,
     free_before_read: bool = False,
     timeout: float = TIMEOUT_SECONDS,
-    **reader_options: Any,
-) -> LoadReport | None:
+    **removed: Never,
+) -> LoadReport | Checkpoint:
     """Loads a checkpoint into a state dict, in place. The checkpoint and the state dict can be
     sharded differently.
 
@@ -255,11 +261,10 @@ def load(
         checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for
             the newest complete step of the run. The step is not deleted during the load. Can also
             be a safetensors file, or a directory of safetensors files.
-        storage_reader: the reader to use; None creates one for ``checkpoint_id``.
+        options: the options of the reads.
         planner: the planner to use instead of the engine. The state dict is then loaded by
             ``dcp.load`` with torch_ckpt's reader, and ``strict=False``, ``names``, ``rename`` and
-            ``free_before_read`` are not available. The same applies if the reader's file system is
-            not local.
+            ``free_before_read`` are not available.
         process_group: the ranks that load together; None means the default group.
         no_dist: load in this process only, without other ranks.
         strict: True raises LoadMismatch if a name of the state dict is missing from the checkpoint,
@@ -281,11 +286,11 @@ def load(
         timeout: a rank that sends no heartbeat for this many seconds is declared dead, and the load
             fails on all ranks with an error that names the dead rank. While a rank reads, it sends
             heartbeats as long as bytes arrive.
-        reader_options: passed to :class:`FileSystemReader`.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Returns:
-        A comparison of this rank's state dict with the checkpoint; None if ``dcp.load`` loaded the
-        state dict.
+        A comparison of this rank's state dict with the checkpoint; the checkpoint if ``dcp.load``
+        loaded the state dict.
 
     Raises:
         CheckpointException: the load failed; raised on every rank with the cause from each failed
@@ -299,61 +304,116 @@ def load(
         report = torch_ckpt.load(state, "checkpoints/100")
         print(state["step"], report.unexpected)
     """
-    # Do this before anything can fail, so that all ranks count the same loads.
-    ranks = Exchange.open(RankGroup.of(process_group, no_dist), "load", timeout)
-    try:
-        with ExitStack() as stack:
-            with ranks:
-                resolve_state_dict(state_dict, calls=False)
-                reader = _resolve_storage(
-                    load, FileSystemReader, storage_reader, checkpoint_id, reader_options
-                )
-                uses_dcp = planner is not None or not reader.engine_can_read()
-                is_plain = strict and names is None and rename is None and not free_before_read
-                if uses_dcp and not is_plain:
-                    raise ValueError(
-                        "strict=False, names, rename and free_before_read do not work with a "
-                        "planner, or with a file system that is not local. Omit them, or load "
-                        "local files without a planner."
-                    )
-                if uses_dcp:
-                    _require_states(state_dict)
-                if free_before_read and reader.read_once:
-                    raise ValueError("Pass either free_before_read or read_once, not both.")
-                reader.reset(checkpoint_id)
-                stack.callback(reader.release)
-                if not uses_dcp:
-                    session = LoadSession(state_dict, Load(reader, ranks.rank, names, rename))
-                    if free_before_read:
-                        report = session.run_freeing(ranks, strict)
-                    else:
-                        report = session.run(ranks, strict, process_group)
-                    if reader.narrowed:
-                        warn_of_lost_precision(reader.narrowed)
-                    return report
-            reader.process_group = process_group
-            with raised_as_ours(ranks.rank):
-                dcp_load(
-                    state_dict,
-                    storage_reader=reader,
-                    planner=planner,
-                    process_group=process_group,
-                    no_dist=not ranks.distributed,
-                )
-            return None
-    except CheckpointFailed as error:
-        # See save().
-        raise error.with_traceback(None) from error.__cause__
+
+    def require() -> None:
+        if removed:
+            refuse_options(load, removed, options=ReadOptions)
+        require_path("load", checkpoint_id)
+
+    def source() -> Source:
+        require()
+        return Source(checkpoint_id, options)
+
+    def reader() -> FileSystemReader:
+        require()
+        return FileSystemReader(checkpoint_id, **named_options(options))
+
+    return load_from(
+        state_dict,
+        source,
+        reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        strict=strict,
+        names=names,
+        rename=rename,
+        free_before_read=free_before_read,
+        timeout=timeout,
+    )
+
+
+def load_from(
+    state_dict: StateDict,
+    source: Callable[[], Source],
+    reader: Callable[[], FileSystemReader],
+    *,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    strict: Strict = True,
+    names: Names = None,
+    rename: Rename = None,
+    free_before_read: bool = False,
+    timeout: float = TIMEOUT_SECONDS,
+) -> LoadReport | Checkpoint:
+    """Loads from a source or, with a planner, by ``dcp.load`` with a reader; see :func:`load`.
+
+    Args:
+        source, reader: create them. If that fails, the load fails on all ranks.
+    """
+    group = RankGroup.of(process_group, no_dist)
+    if planner is None:
+        return load_session.load(
+            state_dict,
+            source,
+            group,
+            process_group=process_group,
+            strict=strict,
+            names=names,
+            rename=rename,
+            free_before_read=free_before_read,
+            timeout=timeout,
+        )
+    ranks = Exchange.open(group, "load", timeout)
+    with ranks:
+        resolve_state_dict(state_dict, calls=False)
+        if not strict or names is not None or rename is not None or free_before_read:
+            raise ValueError(
+                "strict=False, names, rename and free_before_read do not work with a planner. Omit "
+                "them, or load without a planner."
+            )
+        _require_states(state_dict)
+        opened = reader()
+        opened.process_group = process_group
+    with raised_as_ours(ranks.rank):
+        dcp_load(
+            state_dict,
+            storage_reader=opened,
+            planner=planner,
+            process_group=process_group,
+            no_dist=not ranks.distributed,
+        )
+    return Checkpoint(str(opened.checkpoint_id))
+
+
+def open(checkpoint_id: CheckpointId, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Checkpoint:
+    """Opens a checkpoint, to list and read its values one by one.
+
+    The directory stays open, with a shared lock, until the checkpoint is closed.
+
+    Args:
+        checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for
+            the newest complete step of the run; or a safetensors file, or a directory with one such
+            file or with several files and their index.
+        options: the options of the reads.
+
+    Raises:
+        FileNotFoundError: there is no committed checkpoint.
+        Corrupt, Unsafe, CheckpointError, OSError: the metadata cannot be read.
+
+    Example::
+
+        with torch_ckpt.open("checkpoints/100") as checkpoint:
+            for name in checkpoint.names:
+                print(name, checkpoint.tensor(name))
+    """
+    require_path("open", checkpoint_id)
+    return Checkpoint(checkpoint_id, options=options).open()
 
 
 #: Options of :func:`load`, without those that choose the checkpoint and the ranks.
-LOAD_OPTIONS = (names_of(load) | options_of(FileSystemReader)) - {
-    "state_dict",
-    "checkpoint_id",
-    "storage_reader",
-    "process_group",
-    "no_dist",
-}
+LOAD_OPTIONS = names_of(load) - {"state_dict", "checkpoint_id", "process_group", "no_dist"}
 
 
 def preflight(
@@ -362,7 +422,8 @@ def preflight(
     *,
     names: Names = None,
     rename: Rename = None,
-    **reader_options: Any,
+    options: ReadOptions = DEFAULT_READ_OPTIONS,
+    **removed: Never,
 ) -> LoadReport:
     """Compares a state dict with a checkpoint, in the same way as :func:`load`, but loads nothing.
 
@@ -370,7 +431,8 @@ def preflight(
     compares only the state dict of this process. No other rank takes part.
 
     Args:
-        state_dict, checkpoint_id, names, rename, reader_options: see :func:`load`.
+        state_dict, checkpoint_id, names, rename, options: see :func:`load`.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Returns:
         The names that fit, the names that are missing, and the shapes and dtypes that differ.
@@ -385,7 +447,9 @@ def preflight(
         if not report.fits:
             print(report)
     """
-    with _open_session(state_dict, checkpoint_id, names, rename, reader_options) as session:
+    if removed:
+        refuse_options(preflight, removed, options=ReadOptions)
+    with _open_session(state_dict, checkpoint_id, names, rename, options) as session:
         return session.match().report
 
 
@@ -395,12 +459,14 @@ def estimate_read_memory(
     *,
     names: Names = None,
     rename: Rename = None,
-    **reader_options: Any,
+    options: ReadOptions = DEFAULT_READ_OPTIONS,
+    **removed: Never,
 ) -> ReadMemory:
     """Estimates the memory that :func:`load` needs on this rank. Reads only the metadata.
 
     Args:
-        state_dict, checkpoint_id, names, rename, reader_options: see :func:`load`.
+        state_dict, checkpoint_id, names, rename, options: see :func:`load`.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Returns:
         The size of the tensors to load, and the additional memory that the load needs.
@@ -414,7 +480,9 @@ def estimate_read_memory(
         memory = torch_ckpt.estimate_read_memory({"model": model}, "checkpoints/100")
         print(memory.target_bytes, memory.beyond_targets_bytes)
     """
-    with _open_session(state_dict, checkpoint_id, names, rename, reader_options) as session:
+    if removed:
+        refuse_options(estimate_read_memory, removed, options=ReadOptions)
+    with _open_session(state_dict, checkpoint_id, names, rename, options) as session:
         return session.estimate()
 
 
@@ -424,15 +492,12 @@ def _open_session(
     checkpoint_id: CheckpointId,
     names: Names,
     rename: Rename,
-    reader_options: StateDict,
+    options: ReadOptions,
 ) -> Iterator[LoadSession]:
     """Opens a checkpoint for a comparison that does not involve other ranks."""
-    reader = FileSystemReader(checkpoint_id, **reader_options)
-    try:
-        load = Load(reader, 0, names, rename)
+    with closing(Source(checkpoint_id, options)) as source:
+        load = Load(source, 0, names, rename)
         yield LoadSession(resolve_state_dict(state_dict), load, only_compared=True)
-    finally:
-        reader.release()
 
 
 # --- shared by saves and loads -------------------------------------------------------------------
@@ -467,37 +532,6 @@ def require_path(caller: str, checkpoint_id: object) -> None:
         )
     if not os.fspath(checkpoint_id):
         raise ValueError("checkpoint_id is empty. Pass '.' for the current directory.")
-
-
-def _resolve_storage(
-    caller: Callable[..., Any],
-    kind: Any,
-    storage: Any,
-    checkpoint_id: CheckpointId | None,
-    options: StateDict,
-) -> Any:
-    """Returns the writer or reader that the caller passed, or a new one for ``checkpoint_id``."""
-    if options:
-        refuse_unknown(caller, kind, options)
-    if not isinstance(checkpoint_id, (str, os.PathLike, type(None))):
-        raise TypeError(
-            f"checkpoint_id must be a path, got a {type(checkpoint_id).__name__}. Pass the state "
-            f"dict first: {caller.__name__}(state_dict, path)."
-        )
-    if checkpoint_id is not None and not os.fspath(checkpoint_id):
-        raise ValueError("checkpoint_id is empty. Pass '.' for the current directory.")
-    if storage is None:
-        if checkpoint_id is None:
-            raise ValueError(f"Pass a checkpoint_id or a {kind.__name__}.")
-        return kind(checkpoint_id, **options)
-    if options:
-        raise ValueError(
-            f"{', '.join(sorted(options))} cannot be combined with a {kind.__name__} object. Pass "
-            f"these options to {kind.__name__} itself."
-        )
-    if not isinstance(storage, kind):
-        raise ValueError(f"expected a torch_ckpt.{kind.__name__}, got {type(storage).__name__}")
-    return storage
 
 
 def _require_states(state_dict: StateDict) -> None:

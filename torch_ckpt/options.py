@@ -1,8 +1,8 @@
-"""Options of saves."""
+"""Options of saves and loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
@@ -45,7 +45,8 @@ class Background:
     Examples:
         ```python
         gentle = torch_ckpt.Background(nice=19, max_bytes_per_second=500_000_000)
-        torch_ckpt.async_save({"model": model}, "checkpoints/100", background=gentle)
+        options = torch_ckpt.WriteOptions(background=gentle)
+        torch_ckpt.async_save({"model": model}, "checkpoints/100", options=options)
         ```
     """
 
@@ -141,16 +142,94 @@ class WriteOptions:
 DEFAULT_OPTIONS = WriteOptions()
 
 
-def refuse_options(
-    caller: Callable[..., Any], given: Iterable[str], argument: str = "options"
-) -> NoReturn:
-    """Raises TypeError for keywords that belong into the :class:`WriteOptions` of a function.
+#: The smallest max_inflight_bytes: with less memory, a load would be mostly overhead.
+LEAST_INFLIGHT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """Options of a load.
+
+    Attributes:
+        thread_count: maximum number of concurrent reads; None means 8. Each read covers at least 1
+            MiB, so small loads use fewer concurrent reads.
+        max_inflight_bytes: maximum memory that a load uses in addition to its targets, in bytes; at
+            least 1 MiB. Some records cannot be read in parts: objects, and tensors that only
+            ``torch.load`` can decode. If such a record is larger than the limit, the load fails.
+        verify: verify CRC-32 checksums.
+        direct_io: True, False, or "auto", which uses direct I/O for data that is not in the page
+            cache, unless several ranks of a machine load the same data.
+        zero_fill: allow tensors in the state dict that are larger than the stored tensors. The
+            elements outside the stored tensor are set to zero.
+        allow_shape_mismatch: like ``zero_fill``, but also allow tensors in the state dict that are
+            smaller than the stored tensors in some dimensions. The common region is loaded. The
+            number of dimensions must be the same.
+        read_once: if several ranks need the same contiguous tensor, one of the ranks reads the
+            tensor and sends the data to the other ranks over the process group. All ranks of the
+            group must load with this option.
+        progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
+        allow_pickle: accept metadata that names any type, and unpickle objects of any type. Use
+            this option only for checkpoints that you trust. By default, only tensors, builtin
+            types, other allow-listed types (see SECURITY.md) and types declared with
+            ``torch.serialization.add_safe_globals`` are loaded.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Example::
+
+        options = torch_ckpt.ReadOptions(max_inflight_bytes=1 << 30)
+        torch_ckpt.load({"model": model}, "checkpoints/100", options=options)
+    """
+
+    thread_count: int | None = None
+    max_inflight_bytes: int = 32 * 10**9
+    verify: bool = True
+    direct_io: bool | str = "auto"
+    zero_fill: bool = False
+    allow_shape_mismatch: bool = False
+    read_once: bool = False
+    progress: ProgressOption = None
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        require_io_options(self.thread_count, self.direct_io)
+        require_at_least("max_inflight_bytes", self.max_inflight_bytes, LEAST_INFLIGHT_BYTES)
+
+    @property
+    def threads(self) -> int:
+        """Number of concurrent reads. The default may exceed the number of cores, because the
+        threads wait for the disk."""
+        return self.thread_count or 8
+
+    @property
+    def lets_sizes_differ(self) -> bool:
+        """True if tensors in the state dict may have other sizes than the stored tensors."""
+        return self.zero_fill or self.allow_shape_mismatch
+
+
+DEFAULT_READ_OPTIONS = ReadOptions()
+
+
+def named_options(options: WriteOptions | ReadOptions) -> dict[str, Any]:
+    """Returns the options by name, for the classes of DCP's contract."""
+    return {option.name: getattr(options, option.name) for option in fields(options)}
+
+
+def refuse_options(caller: Callable[..., Any], given: Iterable[str], **typed: type) -> NoReturn:
+    """Raises TypeError for keywords that belong into an argument with several options.
 
     Args:
         caller: the function or class that the user called.
         given: the keywords.
-        argument: name of the parameter that accepts the options.
+        typed: the types of the arguments with options, :class:`WriteOptions` or
+            :class:`ReadOptions`.
     """
-    names = [option.name for option in fields(WriteOptions)]
-    groups: Mapping[str, list[str]] = {f"{argument}=torch_ckpt.WriteOptions(...)": names}
-    refuse_keyword(caller, given, groups)
+    refuse_keyword(
+        caller,
+        given,
+        {
+            f"{argument}=torch_ckpt.{kind.__name__}(...)": [option.name for option in fields(kind)]
+            for argument, kind in typed.items()
+        },
+    )

@@ -850,8 +850,8 @@ Result<CheckpointIndex> CheckpointIndex::decode(std::span<const std::byte> file,
     // A caller can pass allow_pickle=True only to load a name that is not allowed.
     if (error.code == Errc::pickle_forbidden) {
       return format_error(error.code, source + ": " + error.message() +
-                                          "; pass allow_pickle=True (to a CheckpointManager: "
-                                          "load_options={'allow_pickle': True}) only if you trust "
+                                          "; pass ReadOptions(allow_pickle=True) (to a "
+                                          "FileSystemReader: allow_pickle=True) only if you trust "
                                           "the writer");
     }
     return format_error(error.code,

@@ -42,7 +42,7 @@ inline std::vector<staging::ReadyEvent> ready_events(const Events& events) {
   return ready;
 }
 
-/// Converts a torch_ckpt.checkpoint.read_options.ReadOptions. Its `verify` applies only to loads.
+/// Converts a torch_ckpt.options.ReadOptions. Its `verify` applies only to loads.
 template <class Options>
 Options read_options(const pybind11::handle& given) {
   Options options;

@@ -525,10 +525,14 @@ void FlatState::replace(std::size_t number, PyObject* value) {
 void FlatState::set_item(std::size_t item, PyObject* value) {
   const std::uint32_t row = row_of_item(item);
   if (rows_.at(row).description) {
-    rows_[row].description->parts.at(part_of_item(item)).value = PythonRef::to(value);
+    set_part(row, part_of_item(item), value);
   } else {
     replace(row, value);
   }
+}
+
+void FlatState::set_part(std::size_t number, std::size_t part, PyObject* value) {
+  rows_.at(number).description->parts.at(part).value = PythonRef::to(value);
 }
 
 }  // namespace torch_ckpt::tensors

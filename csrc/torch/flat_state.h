@@ -148,6 +148,8 @@ class FlatState {
   void replace(std::size_t number, PyObject* value);
   /// Replaces the value of an item.
   void set_item(std::size_t item, PyObject* value);
+  /// Sets the value of a part of a described tensor.
+  void set_part(std::size_t number, std::size_t part, PyObject* value);
 
  private:
   static constexpr std::uint32_t kRoot = 0;

@@ -39,7 +39,104 @@ bool permits(SizeRule rule, std::span<const std::int64_t> stored,
   return true;
 }
 
+/// Formats offsets as Python formats a tuple; 0 for a tensor without dimensions.
+std::string text_of_offsets(std::span<const std::int64_t> offsets) {
+  if (offsets.empty()) return "0";
+  std::string text = "(";
+  for (const std::int64_t offset : offsets) text += std::to_string(offset) + ", ";
+  if (offsets.size() > 1) text.pop_back();
+  text.pop_back();
+  if (offsets.size() == 1) text += ',';
+  return text + ')';
+}
+
+/// Fails if the metadata has no location for a record.
+void require_file(std::string_view name, const CheckpointIndex::Shard& shard,
+                  std::span<const std::int64_t> offsets) {
+  if (shard.file != CheckpointIndex::kNone) return;
+  throw Failure(
+      format_error(Errc::metadata_inconsistent,
+                   std::string(name) + ": the metadata gives no location for the shard at offset " +
+                       text_of_offsets(offsets) + "; the save that wrote it was incomplete"));
+}
+
+/// Fails if stored boxes, relative to `begins`, leave an element of a part unread.
+void require_whole(std::string_view name, std::span<const std::int64_t> wanted,
+                   std::span<const std::int64_t> begins, std::vector<planning::Box> boxes,
+                   std::uint64_t found, std::uint64_t elements,
+                   const InterruptCheck& check_interrupt) {
+  const auto fail = [&](const std::string& how) {
+    throw Failure(
+        format_error(Errc::metadata_inconsistent,
+                     std::string(name) + ": " + how + "; the save that wrote them was incomplete"));
+  };
+  if (found < elements) {
+    fail("the shards in the metadata contain only " + std::to_string(found) + " of the " +
+         std::to_string(elements) + " wanted elements");
+  }
+  if (found == elements && (boxes.size() == 1 || planning::tile(wanted, boxes))) return;
+  const std::size_t count = boxes.size();
+  const auto coverage = planning::check_coverage(wanted, std::move(boxes), check_interrupt).value();
+  if (coverage.state == planning::Coverage::State::complete) return;
+  fail("shards in the metadata overlap, and " + planning::describe(coverage, count, begins));
+}
+
 }  // namespace
+
+void plan_box(const CheckpointIndex& index, std::string_view name,
+              const CheckpointIndex::Entry& entry, const planning::Box& wanted_box,
+              const Tensor& target, TensorReads& reads, const InterruptCheck& check_interrupt) {
+  const auto& [begins, room] = wanted_box;
+  const auto stored = index.extents(entry.size);
+  const std::size_t dims = stored.size();
+  std::vector<std::int64_t> wanted = room;
+  std::uint64_t elements = 1;
+  for (std::size_t d = 0; d < dims; ++d) {
+    wanted[d] = std::clamp(stored[d] - begins[d], std::int64_t{0}, wanted[d]);
+    elements *= static_cast<std::uint64_t>(wanted[d]);
+  }
+  if (elements == 0) return;
+  const std::optional<ScalarType> dtype = ScalarType::named(index.dtypes()[entry.dtype]);
+  if (!dtype) {
+    throw Failure(format_error(
+        Errc::metadata_inconsistent,
+        std::string(name) + ": the installed torch has no dtype " + index.dtypes()[entry.dtype]));
+  }
+  std::vector<planning::Box> boxes;
+  std::uint64_t found = 0;
+  for (const CheckpointIndex::Shard& shard : index.shards(entry)) {
+    const auto offsets = index.extents(shard.offsets);
+    const auto sizes = index.extents(shard.sizes);
+    // The intersection, relative to the wanted box.
+    planning::Box box{std::vector<std::int64_t>(dims), std::vector<std::int64_t>(dims)};
+    std::vector<std::int64_t> region(dims);
+    std::uint64_t common = 1;
+    for (std::size_t d = 0; common > 0 && d < dims; ++d) {
+      const std::int64_t begin = std::max(offsets[d], begins[d]);
+      const std::int64_t end = std::min(offsets[d] + sizes[d], begins[d] + wanted[d]);
+      common = end <= begin ? 0 : common * static_cast<std::uint64_t>(end - begin);
+      region[d] = begin - offsets[d];
+      box.offsets[d] = begin - begins[d];
+      box.lengths[d] = end - begin;
+    }
+    if (common == 0) continue;
+    require_file(name, shard, offsets);
+    found += common;
+    Tensor filled = target;
+    for (std::size_t d = 0; d < dims; ++d) {
+      if (box.lengths[d] == room[d]) continue;
+      filled = filled.narrow(d, box.offsets[d], box.lengths[d]);
+    }
+    TensorTarget read =
+        make_target(std::string(name), reads.file_number(index.text(index.files()[shard.file])),
+                    shard.offset, shard.length, *dtype, {sizes.data(), dims}, {region.data(), dims},
+                    {box.lengths.data(), dims}, std::move(filled));
+    read.is_transformed = shard.is_transformed;
+    reads.add(std::move(read));
+    boxes.push_back(std::move(box));
+  }
+  require_whole(name, wanted, begins, std::move(boxes), found, elements, check_interrupt);
+}
 
 std::optional<LoadState::TensorLike> LoadState::tensor_like(const Row& row) const {
   if (row.has_tensor()) {
@@ -163,102 +260,69 @@ std::string_view LoadState::file_of(const Shard& shard) const {
   return index_->text(index_->files()[shard.file]);
 }
 
-LoadState::Plan LoadState::plan(TensorReads& reads) const {
-  Plan plan;
+std::vector<std::size_t> LoadState::undescribed() const {
+  std::vector<std::size_t> rows = loaded();
+  std::erase_if(rows, [&](std::size_t number) {
+    return row(number).has_tensor() || !index_->entries()[entries_[number]].is_tensor;
+  });
+  return rows;
+}
+
+std::vector<std::size_t> LoadState::plan(TensorReads& reads,
+                                         const InterruptCheck& check_interrupt) const {
+  std::vector<std::size_t> objects;
   const std::vector<std::size_t> rows = loaded();
   reads.reserve(rows.size());
   for (const std::size_t number : rows) {
     const Entry& entry = index_->entries()[entries_[number]];
     if (entry.is_tensor) {
-      const std::size_t before = reads.targets().size();
-      if (plan_tensor(number, entry, reads)) continue;
-      reads.truncate(before);
-    } else if (record(number).file != kNone && !record(number).is_transformed) {
-      plan.objects.push_back(number);
-      continue;
+      for (const Part& part : parts_of(row(number))) {
+        plan_box(*index_, name(number), entry, part.box, part.target, reads, check_interrupt);
+      }
+    } else {
+      require_file(name(number), record(number), {});
+      objects.push_back(number);
     }
-    plan.by_torch.push_back(number);
   }
-  return plan;
+  return objects;
 }
 
-std::optional<planning::Box> LoadState::part_of(const Row& row) const {
+std::vector<LoadState::Part> LoadState::parts_of(const Row& row) const {
+  const auto box_of = [&](std::uint32_t offsets, std::uint32_t sizes) {
+    return planning::Box{vector_of(extents().at(offsets)), vector_of(extents().at(sizes))};
+  };
+  std::vector<Part> parts;
   if (row.kind == Kind::dtensor) {
     const Box& part = box(row);
-    if (!part.is_present) return std::nullopt;
-    return planning::Box{vector_of(extents().at(part.offsets)),
-                         vector_of(extents().at(part.sizes))};
-  }
-  const auto sizes = extents().at(row.size);
-  return planning::Box{std::vector<std::int64_t>(sizes.size()), vector_of(sizes)};
-}
-
-/// Plans the reads of a tensor. Returns false if torch's planner must plan them.
-bool LoadState::plan_tensor(std::size_t number, const Entry& entry, TensorReads& reads) const {
-  const Row& target = row(number);
-  const std::optional<ScalarType> dtype = dtypes_[entry.dtype];
-  if (!target.has_tensor() || !dtype) return false;
-  const auto part = part_of(target);
-  if (!part) return true;
-  const auto& [begins, room] = *part;
-  const auto stored = index_->extents(entry.size);
-  const std::size_t dims = stored.size();
-  std::vector<std::int64_t> wanted = room;
-  std::uint64_t elements = 1;
-  for (std::size_t d = 0; d < dims; ++d) {
-    wanted[d] = std::clamp(stored[d] - begins[d], std::int64_t{0}, wanted[d]);
-    elements *= static_cast<std::uint64_t>(wanted[d]);
-  }
-  if (elements == 0) return true;
-  std::vector<planning::Box> boxes;
-  std::uint64_t found = 0;
-  for (const Shard& shard : index_->shards(entry)) {
-    const auto offsets = index_->extents(shard.offsets);
-    const auto sizes = index_->extents(shard.sizes);
-    // The intersection, relative to this rank's part of the tensor.
-    planning::Box box{std::vector<std::int64_t>(dims), std::vector<std::int64_t>(dims)};
-    std::vector<std::int64_t> region(dims);
-    std::uint64_t common = 1;
-    for (std::size_t d = 0; common > 0 && d < dims; ++d) {
-      const std::int64_t begin = std::max(offsets[d], begins[d]);
-      const std::int64_t end = std::min(offsets[d] + sizes[d], begins[d] + wanted[d]);
-      common = end <= begin ? 0 : common * static_cast<std::uint64_t>(end - begin);
-      region[d] = begin - offsets[d];
-      box.offsets[d] = begin - begins[d];
-      box.lengths[d] = end - begin;
+    if (part.is_present) parts.push_back({box_of(part.offsets, part.sizes), row.local});
+  } else if (row.kind == Kind::plain) {
+    const auto sizes = extents().at(row.size);
+    parts.push_back({{std::vector<std::int64_t>(sizes.size()), vector_of(sizes)}, row.local});
+  } else if (row.description != nullptr) {
+    for (const Description::Part& part : row.description->parts) {
+      parts.push_back({box_of(part.offsets, part.sizes), Tensor::of(part.value.get())});
     }
-    if (common == 0) continue;
-    if (shard.file == kNone || shard.is_transformed) return false;
-    found += common;
-    Tensor filled = target.local;
-    for (std::size_t d = 0; d < dims; ++d) {
-      if (box.lengths[d] == room[d]) continue;
-      filled = filled.narrow(d, box.offsets[d], box.lengths[d]);
-    }
-    reads.add(make_target(std::string(name(number)), reads.file_number(file_of(shard)),
-                          shard.offset, shard.length, *dtype, {sizes.data(), dims},
-                          {region.data(), dims}, {box.lengths.data(), dims}, std::move(filled)));
-    boxes.push_back(std::move(box));
   }
-  return found == elements && (boxes.size() == 1 || planning::tile(wanted, boxes));
+  return parts;
 }
 
 void LoadState::zero_unstored() const {
   for (const std::size_t number : loaded()) {
     const Row& target = row(number);
     const Entry& entry = index_->entries()[entries_[number]];
-    if (!entry.is_tensor || !target.has_tensor()) continue;
+    if (!entry.is_tensor || (!target.has_tensor() && !target.description)) continue;
     const auto stored = index_->extents(entry.size);
     if (std::ranges::equal(stored, extents().at(target.size))) continue;
-    const auto part = part_of(target);
-    if (!part) continue;
-    const InferenceMode inference;
-    py::object left = py::handle(target.local.object()).attr("detach")();
-    for (std::size_t d = 0; d < stored.size(); ++d) {
-      const std::int64_t length = target.local.sizes()[d];
-      const std::int64_t kept = std::clamp(stored[d] - part->offsets[d], std::int64_t{0}, length);
-      if (kept < length) left.attr("narrow")(d, kept, length - kept).attr("zero_")();
-      left = left.attr("narrow")(d, 0, kept);
+    for (const Part& part : parts_of(target)) {
+      const InferenceMode inference;
+      py::object left = py::handle(part.target.object()).attr("detach")();
+      for (std::size_t d = 0; d < stored.size(); ++d) {
+        const std::int64_t length = part.target.sizes()[d];
+        const std::int64_t kept =
+            std::clamp(stored[d] - part.box.offsets[d], std::int64_t{0}, length);
+        if (kept < length) left.attr("narrow")(d, kept, length - kept).attr("zero_")();
+        left = left.attr("narrow")(d, 0, kept);
+      }
     }
   }
 }

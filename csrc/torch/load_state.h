@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "index/checkpoint_index.h"
+#include "interrupt_check.h"
 #include "planning/tiling.h"
 #include "torch/flat_state.h"
 #include "torch/tensor_reads.h"
@@ -47,29 +48,34 @@ struct MatchReport {
   std::vector<std::string_view> absent_keys;  // top-level keys with values, none of them loaded
 };
 
+/// Plans the reads of a box of a stored tensor into `target`, and adds them to `reads`. Elements of
+/// the box outside of the tensor are not read. Throws Failure with Errc::metadata_inconsistent if
+/// the checkpoint lacks a record or does not have the box completely.
+void plan_box(const index::CheckpointIndex& index, std::string_view name,
+              const index::CheckpointIndex::Entry& entry, const planning::Box& box,
+              const Tensor& target, TensorReads& reads, const InterruptCheck& check_interrupt);
+
 // The targets of a load: a flattened state dict, and what a checkpoint has for it.
 //
 //   1. match() compares each value with the entry of the same name, by kind, size and dtype.
-//   2. plan() finds the records of the values that can be loaded: of an object, its record; of a
-//      tensor, the records of all shards that intersect this rank's part. It leaves values to
-//      torch's planner that are neither plain tensors nor DTensors, whose records were changed by a
-//      transform, or which the checkpoint contains only partly.
-//   3. zero_unstored() fills the parts of tensors that are not stored.
+//   2. The caller describes the tensors of other kinds that are loaded (describe(), set_part()).
+//   3. plan() finds the records of the values that can be loaded: of an object, its record; of a
+//      tensor, the records of all shards that intersect this rank's parts.
+//   4. zero_unstored() fills the parts of tensors that are not stored.
 class LoadState : public FlatState {
  public:
-  struct Plan {
-    std::vector<std::size_t> objects;   // rows whose record located() returns
-    std::vector<std::size_t> by_torch;  // rows that torch's planner plans
-  };
-
   using FlatState::FlatState;
 
   /// chosen: returns true for the names to load; null loads all. `index` must outlive this object.
   MatchReport match(const index::CheckpointIndex& index, SizeRule rule,
                     const std::function<bool(std::string_view)>& chosen);
 
-  /// Adds the reads of tensors to `reads`. May be called again, after values were replaced.
-  Plan plan(TensorReads& reads) const;
+  /// Returns the rows that are loaded as tensors and must be described.
+  std::vector<std::size_t> undescribed() const;
+  /// Adds the reads of tensors to `reads`, and returns the rows of the objects. May be called
+  /// again, after values were replaced. Throws Failure with Errc::metadata_inconsistent if the
+  /// checkpoint lacks a record or does not have a tensor completely.
+  std::vector<std::size_t> plan(TensorReads& reads, const InterruptCheck& check_interrupt) const;
   /// Returns the record of an object, and its file.
   const index::CheckpointIndex::Shard& record(std::size_t row) const;
   std::string_view file_of(const index::CheckpointIndex::Shard& shard) const;
@@ -93,9 +99,14 @@ class LoadState : public FlatState {
 
   std::optional<TensorLike> tensor_like(const Row& row) const;
   bool compare(std::size_t number, const Entry& entry, SizeRule rule, MatchReport& report) const;
-  bool plan_tensor(std::size_t number, const Entry& entry, TensorReads& reads) const;
-  /// Returns this rank's part of a tensor.
-  std::optional<planning::Box> part_of(const Row& row) const;
+  /// A part of a tensor on this rank, and the tensor to fill.
+  struct Part {
+    planning::Box box;
+    Tensor target;
+  };
+
+  /// Returns this rank's parts of a tensor.
+  std::vector<Part> parts_of(const Row& row) const;
 
   const index::CheckpointIndex* index_ = nullptr;
   std::vector<std::uint32_t> entries_;             // by row: the entry that is loaded, or kNone

@@ -59,11 +59,11 @@ std::vector<std::size_t> LoadWaves::run() {
   Tensor::find_math_bits(tensors);
   std::vector<std::size_t> unknown;
   for (std::size_t i = 0; i < targets_.size(); ++i) {
-    if (targets_[i].dtype.known() == nullptr) unknown.push_back(i);
-  }
-  for (std::size_t i = 0; i < targets_.size(); ++i) {
     const TensorTarget& target = targets_[i];
-    if (target.dtype.known() == nullptr) continue;
+    if (target.dtype.known() == nullptr || target.is_transformed) {
+      unknown.push_back(i);
+      continue;
+    }
     if (wave_.size() >= kMaxSteps) run_all_waves();
     if (!filled_.add(target.name, target.tensor)) {
       run_all_waves();

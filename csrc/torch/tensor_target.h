@@ -22,6 +22,7 @@ struct TensorTarget {
   Extents region_offsets;
   Extents region_lengths;
   Tensor tensor;
+  bool is_transformed = false;  // a transform has changed the record, so only torch can read it
 
   std::uint64_t region_bytes(std::uint64_t item_bytes) const;
 };

@@ -1,6 +1,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -51,11 +52,13 @@ TensorRead read_of(const TensorReads& reads, std::size_t number) {
 void add_read(TensorReads& reads, const py::str& name, const py::str& file,
               const py::object& offset, const py::object& length, tensors::ScalarType dtype,
               const Extents& sizes, const Extents& offsets, const Extents& lengths,
-              const tensors::Tensor& tensor) {
+              const tensors::Tensor& tensor, bool is_transformed) {
   const std::string text = bytes_of(name);
-  reads.add(tensors::make_target(
+  TensorTarget target = tensors::make_target(
       text, reads.file_number(bytes_of(file)), number_of(offset, text, "offset"),
-      number_of(length, text, "length"), dtype, sizes, offsets, lengths, tensor));
+      number_of(length, text, "length"), dtype, sizes, offsets, lengths, tensor);
+  target.is_transformed = is_transformed;
+  reads.add(std::move(target));
 }
 
 /// Increments the versions of the tensors that a load has changed, when it ends: autograd does not
@@ -104,6 +107,12 @@ std::unique_ptr<engine::FetchPlan> fetch_plan(const TensorReads& reads, const py
                                              std::move(requests), verify);
 }
 
+/// Lets signal handlers run, while the GIL is held.
+Result<> check_signals() {
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  return {};
+}
+
 py::list names_of(const std::vector<std::string_view>& names) { return list_of(names, text_of); }
 
 py::object size_of(const Extents& sizes) {
@@ -137,7 +146,23 @@ ObjectRead object_read(const LoadState& state, std::size_t row) {
           record.length, py::reinterpret_steal<py::object>(state.path(state.row(row)).release())};
 }
 
+/// Plans the reads of a box of a stored tensor.
+void plan_box(const CheckpointIndex& index, const py::str& name, const Extents& offsets,
+              const Extents& sizes, const tensors::Tensor& target, TensorReads& reads) {
+  const std::string text = bytes_of(name);
+  const auto entry = index.find(text);
+  if (!entry || !index.entries()[*entry].is_tensor) throw py::key_error(text);
+  const std::size_t dims = index.extents(index.entries()[*entry].size).size();
+  if (offsets.size() != dims || sizes.size() != dims) {
+    throw py::value_error(text + ": the box does not have the tensor's number of dimensions");
+  }
+  tensors::plan_box(index, text, index.entries()[*entry], {offsets, sizes}, target, reads,
+                    &check_signals);
+}
+
 void bind_reads(py::module_& module) {
+  module.def("plan_box", &plan_box, py::arg("index"), py::arg("name"), py::arg("offsets"),
+             py::arg("sizes"), py::arg("target"), py::arg("reads"));
   py::class_<TensorRead>(module, "TensorRead")
       .def_property_readonly("name", [](const TensorRead& read) { return text_of((*read).name); })
       .def_property_readonly(
@@ -150,12 +175,14 @@ void bind_reads(py::module_& module) {
       .def_property_readonly("region_offsets", extents_of<&TensorTarget::region_offsets>())
       .def_property_readonly("region_lengths", extents_of<&TensorTarget::region_lengths>())
       .def_property_readonly("tensor",
-                             [](const TensorRead& read) { return detached((*read).tensor); });
+                             [](const TensorRead& read) { return detached((*read).tensor); })
+      .def_property_readonly("is_transformed",
+                             [](const TensorRead& read) { return (*read).is_transformed; });
   py::class_<TensorReads>(module, "TensorReads")
       .def(py::init<>())
       .def("add", &add_read, py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
            py::arg("dtype"), py::arg("sizes"), py::arg("region_offsets"), py::arg("region_lengths"),
-           py::arg("tensor"))
+           py::arg("tensor"), py::arg("is_transformed") = false)
       .def("__len__", [](const TensorReads& reads) { return reads.targets().size(); })
       .def("__iter__",
            [](const py::object& reads) {
@@ -172,6 +199,11 @@ void bind_reads(py::module_& module) {
       .def("subset", &TensorReads::subset, py::arg("numbers"))
       .def("fetch_plan", &fetch_plan, py::arg("tables"), py::arg("verify"))
       .def_property_readonly("stored_bytes", &TensorReads::stored_bytes)
+      .def_property_readonly("has_transformed",
+                             [](const TensorReads& reads) {
+                               return std::ranges::any_of(reads.targets(),
+                                                          &TensorTarget::is_transformed);
+                             })
       .def_property_readonly("digest", &TensorReads::digest)
       .def_property_readonly("devices",
                              [](const TensorReads& reads) { return devices_of(reads.devices()); })
@@ -212,9 +244,6 @@ void bind_load(py::module_& module) {
       .def_readonly("kinds", &MatchReport::kinds)
       .def_property_readonly("loaded_keys", converted<&MatchReport::loaded_keys, names_of>())
       .def_property_readonly("absent_keys", converted<&MatchReport::absent_keys, names_of>());
-  py::class_<LoadState::Plan>(module, "LoadPlan")
-      .def_readonly("objects", &LoadState::Plan::objects)
-      .def_readonly("by_torch", &LoadState::Plan::by_torch);
   py::class_<LoadState, FlatState>(module, "LoadState")
       .def(py::init([](const py::object& state_dict, const py::object& chunks_here) {
              return std::make_unique<LoadState>(state_dict.ptr(), chunks_here.ptr());
@@ -232,7 +261,17 @@ void bind_load(py::module_& module) {
           },
           py::arg("index"), py::arg("rule"), py::arg("chosen"), py::keep_alive<1, 2>(),
           py::keep_alive<0, 1>(), py::keep_alive<0, 2>())
-      .def("plan", &LoadState::plan, py::arg("reads"))
+      .def("undescribed", &LoadState::undescribed)
+      .def(
+          "plan",
+          [](const LoadState& state, TensorReads& reads) {
+            return state.plan(reads, &check_signals);
+          },
+          py::arg("reads"))
+      .def(
+          "is_transformed",
+          [](const LoadState& state, std::size_t row) { return state.record(row).is_transformed; },
+          py::arg("row"))
       .def("object_read", &object_read, py::arg("row"))
       .def("loaded", &LoadState::loaded)
       .def("loaded_on_meta", &LoadState::loaded_on_meta)

@@ -318,6 +318,13 @@ void bind_state(py::module_& module) {
           },
           py::arg("row"), py::arg("value"))
       .def(
+          "set_part",
+          [](FlatState& state, std::size_t row, std::size_t part, const py::object& value) {
+            row_of(state, row);
+            state.set_part(row, part, value.ptr());
+          },
+          py::arg("row"), py::arg("part"), py::arg("value"))
+      .def(
           "set_item",
           [](FlatState& state, std::size_t item, const py::object& value) {
             state.set_item(item, value.ptr());

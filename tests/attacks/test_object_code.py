@@ -111,5 +111,10 @@ def test_an_object_on_a_user_defined_file_system_is_rejected(checkpoint: Checkpo
 def test_allow_pickle_runs_the_payload(checkpoint: Checkpoint) -> None:
     # Otherwise the other tests would prove nothing.
     ATTACKS["object: os.system"](checkpoint)
-    torch_ckpt.load(checkpoint.targets(), checkpoint.path, no_dist=True, allow_pickle=True)
+    torch_ckpt.load(
+        checkpoint.targets(),
+        checkpoint.path,
+        no_dist=True,
+        options=torch_ckpt.ReadOptions(allow_pickle=True),
+    )
     assert checkpoint.canary.exists()

@@ -293,7 +293,7 @@ class Sweep:
                 save_again = WAYS[scenario.way if is_model(scenario.way) else "torch_ckpt.save"]
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    save_again(whole_state(last, scenario.ranks), path, no_dist=True)
+                    save_again(whole_state(last, scenario.ranks), path)
                 after = self._outcome(path, [last])
                 if after != f"step {last}":
                     found += f", and after the next save {after}"

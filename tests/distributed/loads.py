@@ -15,23 +15,19 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.distributed import cases
 from tests.distributed.cases import Launch, StateDict
+from tests.loads import with_read_options
 from tests.support import data_files
 
 #: Limit for the metadata and for reads by Python in the meantime.
 ALLOWANCE = 256 << 10
 
 
-def by_load(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.load(state, path, **options)
+def by_load(state: StateDict, path: Path, **arguments: Any) -> None:
+    torch_ckpt.load(state, path, **with_read_options(arguments))
 
 
 def by_dcp(state: StateDict, path: Path, **options: Any) -> None:
     dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path, **options))
-
-
-def by_planner(state: StateDict, path: Path, **options: Any) -> None:
-    reader = torch_ckpt.FileSystemReader(path, **options)
-    dcp.load(state, storage_reader=reader, planner=torch_ckpt.LoadPlanner())
 
 
 LOADERS = [by_load, by_dcp]
@@ -79,7 +75,7 @@ def changed_after_rank_0_looked(
 ) -> Iterator[None]:
     """Makes rank 1 change what rank 0 has read the metadata of, before the other ranks read it."""
     store = dist.PrefixStore(launch.case, dist.distributed_c10d._get_default_store())
-    before = reader._metadata_bytes  # type: ignore[attr-defined]
+    before = reader._open  # type: ignore[attr-defined]
 
     def read_metadata(self: Any, name: str) -> Any:
         if launch.rank == 0:
@@ -91,7 +87,7 @@ def changed_after_rank_0_looked(
             change()
         return before(self, name)
 
-    with mock.patch.object(reader, "_metadata_bytes", read_metadata):
+    with mock.patch.object(reader, "_open", read_metadata):
         yield
 
 

@@ -24,7 +24,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ckpt
 import torch_ckpt.saving.target as target_module
-import torch_ckpt.saving.writer as writer_module
 from tests.distributed.cases import (
     OURS,
     PATIENCE_SECONDS,
@@ -176,11 +175,10 @@ def exchanged_before_rank_1_opens(
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (writer_module, target_module):
-            if launch.rank == 0:
-                patch.setattr(module, "DirectoryLease", leased)
-            if launch.rank == 1:
-                patch.setattr(module, "OpenDirectory", opened_late)
+        if launch.rank == 0:
+            patch.setattr(target_module, "DirectoryLease", leased)
+        if launch.rank == 1:
+            patch.setattr(target_module, "OpenDirectory", opened_late)
         yield
 
 

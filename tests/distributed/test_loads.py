@@ -42,7 +42,6 @@ from tests.distributed.loads import (
     ALLOWANCE,
     LOADERS,
     by_load,
-    by_planner,
     bytes_read_by,
     changed_after_rank_0_looked,
     damaged,
@@ -52,11 +51,12 @@ from tests.distributed.loads import (
     savers,
     stock_save,
 )
+from tests.loads import with_read_options
 from tests.local_steps import saved
 from tests.support import assert_equal, data_files, emptied
 from torch_ckpt.checkpoint.chunks import chunks_here
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import Corrupt, LoadMismatch
-from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.steps import LocalSteps
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -200,7 +200,9 @@ def case_tensors_on_some_ranks_only_are_loaded_there(launch: Launch) -> None:
             assert_equal(state["all"], tensor_of("all", 4))
             if launch.rank < launch.size - 1:
                 assert_equal(target.full_tensor(), expected[: shape[0]])
-            estimate = torch_ckpt.estimate_read_memory(state, path, **options)
+            estimate = torch_ckpt.estimate_read_memory(
+                state, path, **with_read_options(dict(options))
+            )
             wanted = target.to_local().nbytes if launch.rank < launch.size - 1 else 0
             assert estimate.target_bytes == 16 + wanted
 
@@ -268,7 +270,7 @@ def case_a_strided_shard_whose_parts_are_not_consecutive_is_refused(launch: Laun
     def in_background(state: StateDict, path: Path) -> None:
         torch_ckpt.async_save(state, path).result(60)
 
-    loads: list[tuple[Any, dict[str, bool]]] = [(load, {}) for load in (*LOADERS, by_planner)]
+    loads: list[tuple[Any, dict[str, bool]]] = [(load, {}) for load in LOADERS]
     loads += [(by_load, {"free_before_read": True}), (by_load, {"zero_fill": True})]
     for load, options in loads:
         target = strided(torch.full_like(full, 7.0))
@@ -560,7 +562,7 @@ def case_all_ranks_load_the_newest_step_of_a_root_unless_it_changes_meanwhile(
     for step, load in enumerate(LOADERS, 2):
         state = {"w": torch.zeros(5, 3)}
         with changed_after_rank_0_looked(
-            launch, FileSystemReader, str(step), partial(saved, LocalSteps(root), step)
+            launch, Source, str(step), partial(saved, LocalSteps(root), step)
         ):
             causes = failure_of(launch, load, state, root)
         assert "ranks have read the metadata of different saves" in str(causes[0])

@@ -18,12 +18,12 @@ from benchmarks import pagecache
 from benchmarks.limits import direct_io_works
 from tests.distributed.cases import Launch, mesh_1d, tensor_of
 from tests.distributed.launcher import on_ranks
-from tests.distributed.loads import by_dcp, by_load, by_planner, on_rank_0, save
+from tests.distributed.loads import by_dcp, by_load, on_rank_0, save
 from tests.support import assert_equal, data_files
 
 pytestmark = pytest.mark.full
 
-LOADERS = (by_load, by_dcp, by_planner)
+LOADERS = (by_load, by_dcp)
 
 
 def evict(files: Sequence[Path]) -> None:

@@ -44,9 +44,11 @@ from tests.distributed.loads import (
 )
 from tests.metadata import read_metadata
 from tests.support import assert_equal, place_of, random_tensor
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import Corrupt
-from torch_ckpt.loading import reader, shared_reads
+from torch_ckpt.loading import planned_reads, shared_reads
 from torch_ckpt.loading.load import Load
+from torch_ckpt.loading.planned_reads import PlannedReads
 
 
 @contextmanager
@@ -293,7 +295,11 @@ def case_a_single_rank_reads_once(launch: Launch) -> None:
         for planner in planners if launch.rank == who else []:
             reader = torch_ckpt.FileSystemReader(path, read_once=True)
             for load in (
-                partial(torch_ckpt.load, checkpoint_id=path, read_once=True),
+                partial(
+                    torch_ckpt.load,
+                    checkpoint_id=path,
+                    options=torch_ckpt.ReadOptions(read_once=True),
+                ),
                 partial(dcp.load, storage_reader=reader),
             ):
                 state = blank(wanted)
@@ -344,12 +350,12 @@ def case_read_once_zero_fills(launch: Launch) -> None:
 
 @contextmanager
 def failing_on(launch: Launch, rank: int, name: str) -> Iterator[None]:
-    """Makes a method of the reader, or a function that it uses, raise on one rank."""
+    """Makes a method of the source or of the reads, or a function that it uses, raise on one rank."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{name} failed on purpose")
 
-    places = [torch_ckpt.FileSystemReader, reader, Load]
+    places = [Source, planned_reads, PlannedReads, Load]
     having = [place for place in places if hasattr(place, name)]
     assert having
     with ExitStack() as patches:
@@ -371,7 +377,7 @@ def case_a_failure_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
     for load in LOADERS:
         planning, zeroing = "begin", "begin"
         if load is by_dcp:
-            planning, zeroing = "reading", "zero_what_is_not_stored"
+            planning, zeroing = "_reading", "zero_what_is_not_stored"
         for method in ("read_tensors", "read_bytes", planning):
             with failing_on(launch, last, method):
                 causes = failure_of(launch, load, target(), path, read_once=True)

@@ -42,10 +42,10 @@ from tests.ranks import ranks
 from tests.remote_stores import BUCKET, s3_server
 from tests.support import assert_equal, save_step, start_step
 from torch_ckpt.multihost import RanksDisagree
-from torch_ckpt.options import WriteOptions
+from torch_ckpt.options import ReadOptions, WriteOptions
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.remote_files import RemoteFiles
-from torch_ckpt.steps.remote_reader import RemoteReader
+from torch_ckpt.steps.remote_reader import RemoteSource
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
 pytestmark = pytest.mark.full
@@ -161,7 +161,7 @@ def case_with_read_once_the_ranks_fetch_each_byte_once(launch: Launch) -> None:
     save(steps, 1, state)
     target = {name: torch.zeros(512, 1024) for name in state}
     with counted() as fetched:
-        steps.load(1, target, read_once=True)
+        steps.load(1, target, options=ReadOptions(read_once=True))
     assert_equal(target, state)
     total = torch.tensor(sum(fetched))
     dist.all_reduce(total)
@@ -201,7 +201,7 @@ def case_a_step_replaced_between_the_reads_of_two_ranks_is_loaded_by_no_rank(
         steps = RemoteSteps(url_of(launch))
         save_step(steps, 1, {"t": torch.full((3,), 2.0)}, may_replace=True)
 
-    with changed_after_rank_0_looked(launch, RemoteReader, "looked", replace):
+    with changed_after_rank_0_looked(launch, RemoteSource, "looked", replace):
         causes = failure_of(launch, steps.load, 1, target)
     assert "the checkpoint was replaced or a newer step was saved" in str(causes[0])
     assert url_of(launch) in str(causes[0])

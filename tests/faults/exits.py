@@ -86,7 +86,12 @@ def while_a_daemon_loads(path: str) -> None:
         begun.set()
 
     def load() -> None:
-        torch_ckpt.load(_state(16), path, no_dist=True, progress=progress, thread_count=1)
+        torch_ckpt.load(
+            _state(16),
+            path,
+            no_dist=True,
+            options=torch_ckpt.ReadOptions(progress=progress, thread_count=1),
+        )
 
     threading.Thread(target=load, daemon=True).start()
     begun.wait()

@@ -14,5 +14,4 @@ def warn_without_cuda(reason: str) -> None:
         f"torch_ckpt found no CUDA runtime that it can use ({reason}), so CUDA tensors are "
         "copied to host memory and written by torch.save, which is slow and blocks the caller. "
         "Install torch for CUDA 12 or 13 from PyPI or pytorch.org.",
-        stacklevel=3,
     )

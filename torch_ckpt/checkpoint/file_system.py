@@ -1,4 +1,4 @@
-"""A file system for torch's code that accesses files in an open checkpoint directory."""
+"""The file systems of torch's readers and writers, which may be remote."""
 
 from __future__ import annotations
 
@@ -8,9 +8,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemWriter,
+)
 
+from torch_ckpt._base.paths import refuse_url
 from torch_ckpt.checkpoint.directory import OpenDirectory
+
+
+class OnAnyFileSystem:
+    """Base of our reader and writer: the path that the caller has given.
+
+    Subclasses may use another file system, as torch's ``FsspecWriter`` does. Then torch's own code
+    reads or writes, and the path may be a URL.
+    """
+
+    fs: FileSystem
+    _given_path: str | os.PathLike[str]
+
+    def _give_path(self, path: str | os.PathLike[str] | None) -> None:
+        """Receives the path of the next save or load; None keeps the last path.
+
+        Raises:
+            ValueError: the path is a URL, and the file system is local.
+        """
+        self._given_path = path or self._given_path
+        self._refuse_url()
+
+    def _is_local(self) -> bool:
+        """Returns False if torch's own code accesses the files, through ``fs``."""
+        return type(self.fs) is FileSystem
+
+    def _refuse_url(self) -> None:
+        if self._is_local():
+            refuse_url(self._given_path)
 
 
 class FilesBeneath(FileSystem):
@@ -36,3 +68,25 @@ class FilesBeneath(FileSystem):
         except OSError as error:
             path = os.path.join(self._directory.path, name)
             raise OSError(error.errno, error.strerror, path) from None
+
+
+@contextmanager
+def torch_writes(writer: FileSystemWriter, directory: OpenDirectory | None) -> Iterator[None]:
+    """Block in which torch's own code writes.
+
+    Args:
+        writer: torch's writer, with its options.
+        directory: the checkpoint directory; the files are opened relative to it and, if
+            ``sync_files`` is set, it is fsynced. None for a remote file system.
+    """
+    thread_count, fs = writer.thread_count, writer.fs
+    # With several threads, torch loses exceptions of its workers and reports success.
+    writer.thread_count = 1
+    if directory is not None:
+        writer.fs = FilesBeneath(directory)
+    try:
+        yield
+    finally:
+        writer.thread_count, writer.fs = thread_count, fs
+    if directory is not None and writer.sync_files:
+        directory.sync()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
-from torch_ckpt.checkpoint.chunks import hash_layout
+from torch_ckpt.checkpoint.chunks import chunks_here, hash_layout, require_consecutive
 from torch_ckpt.errors import CheckpointError
 
 
@@ -64,3 +66,21 @@ def describe(flat: _C.FlatState, row: int) -> list[WriteItem]:
         hash_layout(value.device_mesh, value.placements) if has_mesh else 0,
     )
     return items
+
+
+def describe_target(state: _C.LoadState, row: int) -> None:
+    """Describes a tensor to load, and this rank's parts of it.
+
+    Raises:
+        CheckpointError: this rank's part of a DTensor is not a single block.
+        ValueError: the value is not a tensor.
+    """
+    name, value = state.name(row), state.value(row)
+    require_consecutive(name, value)
+    size = getattr(value, "global_shape", None) or value.size()
+    chunks = chunks_here(value)
+    boxes = [([*chunk.offsets], [*chunk.sizes]) for chunk in chunks]
+    state.describe(row, value.dtype, False, [*size], boxes, 0)
+    for number, chunk in enumerate(chunks):
+        part = find_state_dict_object({name: value}, MetadataIndex(name, chunk.offsets, number))
+        state.set_part(row, number, part.detach())

@@ -66,9 +66,10 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
         return Unpickler(archive).load()
     except Unsafe as error:
         raise Unsafe(
-            f"{name}: the object in {file} {_short_text(error)}; pass allow_pickle=True (to a "
-            "CheckpointManager: load_options={'allow_pickle': True}) only if you trust the writer, "
-            "or declare your own types safe: torch.serialization.add_safe_globals([...])"
+            f"{name}: the object in {file} {_short_text(error)}; pass "
+            "ReadOptions(allow_pickle=True) (to a FileSystemReader: allow_pickle=True) only if you "
+            "trust the writer, or declare your own types safe: "
+            "torch.serialization.add_safe_globals([...])"
         ) from None
     except NotInstalled as error:
         raise CheckpointError(
@@ -136,7 +137,7 @@ def warn_of_what_will_not_load(
         try:
             _require_loadable(name, value, pickled(value))
         except CheckpointError as error:
-            warn(f"an object was saved that a load will refuse: {error}", stacklevel=3)
+            warn(f"an object was saved that a load will refuse: {error}")
     else:
         _known_to_load.add(looked_at[1])
 

@@ -306,7 +306,7 @@ def _measure_bandwidths(directory: str, count: int, direct: bool) -> Iterator[Ba
     import torch
 
     from torch_ckpt.api import load, save
-    from torch_ckpt.options import WriteOptions
+    from torch_ckpt.options import ReadOptions, WriteOptions
 
     # Random values, because some file systems compress data; one tensor per thread.
     parts = max(THREADS)
@@ -327,7 +327,9 @@ def _measure_bandwidths(directory: str, count: int, direct: bool) -> Iterator[Ba
         yield Bandwidth("write", direct, threads, total / (time.perf_counter() - started_at))
         _drop_page_cache(target)
         started_at = time.perf_counter()
-        load(state, target, no_dist=True, thread_count=threads, direct_io=direct)
+        load(
+            state, target, no_dist=True, options=ReadOptions(thread_count=threads, direct_io=direct)
+        )
         yield Bandwidth("read", direct, threads, total / (time.perf_counter() - started_at))
         shutil.rmtree(target)
 

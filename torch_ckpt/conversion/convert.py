@@ -20,12 +20,13 @@ import torch
 from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.formatting import Report, plural, printable, size, some_of
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
+from torch_ckpt.checkpoint.dtypes import parse_dtype
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
+from torch_ckpt.conversion.input import Input
 from torch_ckpt.conversion.selection import Selection, leave_out_tied
-from torch_ckpt.conversion.source import Source
 from torch_ckpt.conversion.sources import open_source
 from torch_ckpt.conversion.targets import (
-    Target,
+    Output,
     Write,
     require_safetensors,
     write_dcp,
@@ -36,7 +37,6 @@ from torch_ckpt.conversion.torch_target import write_torch
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.model_target import SHARD_BYTES
 from torch_ckpt.huggingface.transformers_config import Config
-from torch_ckpt.loading.dtypes import parse_dtype
 from torch_ckpt.loading.renaming import Rename
 
 _NAMES = {"dcp": "a checkpoint directory", "torch": "torch.save", "safetensors": "safetensors"}
@@ -204,7 +204,7 @@ def convert(
                 if shown is not None:
                     shown(Progress(total, 0, report.bytes))
 
-            report.files = write(opened, Target(target_path, overwrite, max_host_bytes, wrote))
+            report.files = write(opened, Output(target_path, overwrite, max_host_bytes, wrote))
         report.notes = notes + opened.notes
     report.seconds = time.perf_counter() - begun
     return report
@@ -232,7 +232,7 @@ def _choose_target(
     return "dcp", write_dcp
 
 
-def _drop_objects(source: Source, target_format: str, tensors_only: bool) -> list[str]:
+def _drop_objects(source: Input, target_format: str, tensors_only: bool) -> list[str]:
     """Removes a source's objects if only tensors are to be converted.
 
     Returns:

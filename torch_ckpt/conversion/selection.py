@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.conversion.source import Entry, Source
+from torch_ckpt.conversion.input import Entry, Input
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.transformers_config import Config
 from torch_ckpt.loading.renaming import Rename, new_names, new_path
 
 
-class Selection(Source):
+class Selection(Input):
     """A view of another source that selects and renames its values, and converts their dtypes.
 
     Args:
@@ -31,7 +31,7 @@ class Selection(Source):
 
     def __init__(
         self,
-        source: Source,
+        source: Input,
         *,
         select: Iterable[str] | None,
         strip_prefix: str | None,
@@ -113,7 +113,7 @@ def _select_names(names: list[str], select: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
 
 
-def leave_out_tied(source: Source, config: Config) -> list[str]:
+def leave_out_tied(source: Input, config: Config) -> list[str]:
     """Removes weights that the model ties to others and that equal another weight bit for bit.
 
     ``from_pretrained`` ties them again.

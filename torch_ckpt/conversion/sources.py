@@ -13,16 +13,18 @@ import torch
 
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.locating import format_of, is_step_number
-from torch_ckpt.conversion.source import Entry, Path, Source, allocate_tensor
-from torch_ckpt.conversion.torch_source import TorchSource
+from torch_ckpt.checkpoint.opened import Checkpoint
+from torch_ckpt.conversion.input import Entry, Input, Path, allocate_tensor
+from torch_ckpt.conversion.torch_source import TorchInput
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.inspection.stored_tensors import QUANTIZED, StoredTensors
+from torch_ckpt.inspection.boxes import QUANTIZED
+from torch_ckpt.options import ReadOptions
 
 # Memory limit of a checkpoint reader, not counting the tensors.
 _INFLIGHT_BYTES = 64 << 20
 
 
-def open_source(path: str, allow_pickle: bool) -> Source:
+def open_source(path: str, allow_pickle: bool) -> Input:
     """Detects the format of a checkpoint, ``torch.save`` file or safetensors, and opens it.
 
     Raises:
@@ -31,24 +33,25 @@ def open_source(path: str, allow_pickle: bool) -> Source:
         Corrupt, Unsafe, OSError: the source cannot be read.
     """
     if os.path.isdir(path) or (is_step_number(path) and not os.path.exists(path)):
-        return CheckpointSource(path, allow_pickle)
+        return CheckpointInput(path, allow_pickle)
     kind = format_of(path)
     if kind == "torch":
-        return TorchSource(path, allow_pickle)
+        return TorchInput(path, allow_pickle)
     if kind == "safetensors":
-        return CheckpointSource(path, allow_pickle)
+        return CheckpointInput(path, allow_pickle)
     raise CheckpointError(
         f"{path} is neither a safetensors file nor a zip archive written by torch.save. If it was "
         "written by torch older than 1.6, load it and save it again first"
     )
 
 
-class CheckpointSource(Source):
+class CheckpointInput(Input):
     """A checkpoint directory, with any sharding, or safetensors files."""
 
     def __init__(self, path: str, allow_pickle: bool) -> None:
         super().__init__()
-        self._stored = StoredTensors(path, _INFLIGHT_BYTES, allow_pickle)
+        options = ReadOptions(max_inflight_bytes=_INFLIGHT_BYTES, allow_pickle=allow_pickle)
+        self._stored = Checkpoint(path, options=options).open()
         metadata = self._stored.safetensors_metadata
         self.format = "dcp" if metadata is None else "safetensors"
         self.metadata = metadata or {}

@@ -14,26 +14,27 @@ from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.publishing import require_absent
+from torch_ckpt.checkpoint.reading import in_waves
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
-from torch_ckpt.conversion.source import Entry, Path, Source
+from torch_ckpt.conversion.input import Entry, Input, Path
 from torch_ckpt.conversion.target_directory import published_directory, published_file
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.transformers_config import CONFIG_NAME
-from torch_ckpt.loading.reading import in_waves
 from torch_ckpt.options import WriteOptions
-from torch_ckpt.saving.items import resolve, results_of
+from torch_ckpt.saving.items import encoded_with, resolve, results_of
+from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.saving.write import Written, write_files
-from torch_ckpt.saving.writer import FileSystemWriter
 
 
 @dataclass(frozen=True)
-class Target:
-    """A target to write."""
+class Output:
+    """An output to write."""
 
     path: str
     overwrite: bool  # replace an existing target
@@ -43,11 +44,11 @@ class Target:
 
 
 #: Writes a target and returns the paths of its files.
-Write = Callable[[Source, Target], list[str]]
+Write = Callable[[Input, Output], list[str]]
 
 
 def read_in_waves(
-    source: Source, tensors: Mapping[str, Entry], target: Target
+    source: Input, tensors: Mapping[str, Entry], target: Output
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields tensors, reading several at a time. Releases each one when the next is requested."""
     for wave in in_waves(_sizes(tensors), target.wave_bytes):
@@ -57,7 +58,7 @@ def read_in_waves(
 
 
 def _write(
-    directory: OpenDirectory, prefix: str, sources: _C.SaveSources, target: Target
+    directory: OpenDirectory, prefix: str, sources: _C.SaveSources, target: Output
 ) -> Written:
     """Writes values with the engine."""
     title = f"save {os.path.basename(target.path)}"
@@ -73,7 +74,7 @@ def _sizes(tensors: Mapping[str, Entry]) -> Iterator[tuple[str, int]]:
 # --- safetensors ---------------------------------------------------------------------------------
 
 
-def require_safetensors(source: Source) -> None:
+def require_safetensors(source: Input) -> None:
     """Raises CheckpointError if safetensors cannot hold a tensor's dtype, shape or name."""
     for name, entry in source.tensors.items():
         try:
@@ -86,7 +87,7 @@ def _dtype_name(entry: Entry) -> str:
     return str(entry.dtype).removeprefix("torch.")
 
 
-def write_safetensors(source: Source, target: Target) -> list[str]:
+def write_safetensors(source: Input, target: Output) -> list[str]:
     """Writes one file and returns its path."""
     layout = _lay_out(source, source.tensors)
     with published_file(target.path, overwrite=target.overwrite) as stream:
@@ -95,7 +96,7 @@ def write_safetensors(source: Source, target: Target) -> list[str]:
 
 
 def write_safetensors_shards(
-    source: Source, target: Target, *, max_shard_size: int, config: bytes | None
+    source: Input, target: Output, *, max_shard_size: int, config: bytes | None
 ) -> list[str]:
     """Writes a directory of files, with an index, a configuration and the checksums of all of them,
     as a save does. Returns the paths.
@@ -133,7 +134,7 @@ def write_safetensors_shards(
     return [os.path.join(target.path, name) for name in names]
 
 
-def _lay_out(source: Source, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], bytes]:
+def _lay_out(source: Input, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], bytes]:
     """Returns a file's tensors in their stored order, and its header."""
     # Store wide elements first, so that readers can map each tensor at its element alignment.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -147,7 +148,7 @@ def _lay_out(source: Source, tensors: Mapping[str, Entry]) -> tuple[dict[str, En
 
 
 def _write_safetensors(
-    source: Source, layout: tuple[dict[str, Entry], bytes], stream: BinaryIO, target: Target
+    source: Input, layout: tuple[dict[str, Entry], bytes], stream: BinaryIO, target: Output
 ) -> None:
     tensors, header = layout
     stream.write(header)
@@ -163,40 +164,41 @@ def _write_safetensors(
 class _Planner(DefaultSavePlanner):
     """torch's planner, used with meta tensors."""
 
-    def set_up(self, source: Source, writer: FileSystemWriter) -> None:
+    def set_up(self, source: Input, storage_meta: StorageMeta) -> None:
         """Prepares a plan for all values of a source."""
         values: dict[str, Any] = {}
         for name, entry in source.tensors.items():
             values[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         for name in source.objects:
             values[name] = source.read_object(name)
-        self.set_up_planner({}, writer.storage_meta(), True)
+        self.set_up_planner({}, storage_meta, True)
         order = [name for name in source.paths if name in values]
         self.state_dict = {name: values[name] for name in order}
         self.mappings: dict[str, Path] = {name: source.paths[name] for name in order}
 
 
-def write_dcp(source: Source, target: Target) -> list[str]:
+def write_dcp(source: Input, target: Output) -> list[str]:
     """Writes a checkpoint directory, a few tensors at a time, and returns its path."""
     path = target.path
     is_new = not os.path.lexists(path)
     if not is_new and not (os.path.isdir(path) and not os.listdir(path)):
         require_absent(path, target.overwrite)
-    writer = FileSystemWriter(path, overwrite=target.overwrite)
+    written_to = DirectoryTarget(path, WriteOptions(overwrite=target.overwrite))
+    storage_meta = written_to.storage_meta()
     planner = _Planner()
-    planner.set_up(source, writer)
+    planner.set_up(source, storage_meta)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     items = {item.index.fqn: item for item in plan.items}
     results: list[WriteResult] = []
-    writer.set_up_storage_writer(True)
-    writer.prepare_local_plan(plan)
+    written_to.open(0, 1)
+    assert written_to.lease is not None
+    layout = written_to.lease.tag.encode()
 
     def write(names: list[str], values: list[Any]) -> None:
-        prefix = _core.choose_prefix(writer.directory, f"__0_{writer.tag}")
         sources = _C.SaveSources()
         for name, value in zip(names, values, strict=True):
             sources.add(name, value)
-        written = _write(writer.directory, prefix, sources, target)
+        written = _write(*written_to.files(layout), sources, target)
         results.extend(results_of([items[name] for name in names], written))
 
     try:
@@ -204,12 +206,14 @@ def write_dcp(source: Source, target: Target) -> list[str]:
         for wave in in_waves(_sizes(source.tensors), target.wave_bytes):
             write(wave, source.read(wave))
             target.wrote(sum(source.tensors[name].nbytes for name in wave))
-        writer.finish(metadata, [results])
+        data = encoded_with([results], metadata, storage_meta, written_to.directory)
+        written_to.publish(data, {result.storage_data.relative_path for result in results})
     except BaseException:
         # Remove the files of all waves.
-        writer.abandon()
+        written_to.discard()
         if is_new:
             with suppress(OSError):
                 os.rmdir(path)
         raise
+    written_to.discard()
     return [path]

@@ -1,4 +1,4 @@
-"""Source for ``convert``: ``torch.save`` files."""
+"""Input for ``convert``: ``torch.save`` files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.tensor_bytes import BITS
-from torch_ckpt.conversion.source import Entry, Source, allocate_tensor, first_line, read_exactly
+from torch_ckpt.conversion.input import Entry, Input, allocate_tensor, first_line, read_exactly
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.inspection.stored_tensors import QUANTIZED
+from torch_ckpt.inspection.boxes import QUANTIZED
 
 # Size of the pieces in which records are read to compute their checksums.
 _PIECE_BYTES = 1 << 20
@@ -39,7 +39,7 @@ class _View:
     is_neg: bool
 
 
-class TorchSource(Source):
+class TorchInput(Input):
     """A ``torch.save`` archive: nested dicts and lists of tensors and other values."""
 
     format = "torch"

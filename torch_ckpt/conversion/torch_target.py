@@ -1,4 +1,4 @@
-"""Target for ``convert``: ``torch.save`` files."""
+"""Output for ``convert``: ``torch.save`` files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.conversion.source import Entry, Source
+from torch_ckpt.conversion.input import Entry, Input
 from torch_ckpt.conversion.target_directory import published_file
-from torch_ckpt.conversion.targets import Target, read_in_waves
+from torch_ckpt.conversion.targets import Output, read_in_waves
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.state.splitting import as_states
 
@@ -91,7 +91,7 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, kind), str(key), "cpu", count
 
 
-def write_torch(source: Source, target: Target) -> list[str]:
+def write_torch(source: Input, target: Output) -> list[str]:
     """Writes one file for torch.load, nested like the source, and returns its path."""
     objects = {name: source.read_object(name) for name in source.objects}
     # Check them before as_states() below puts tensor placeholders into them.
@@ -154,7 +154,7 @@ def _is_safe(value: Any) -> bool:
     return True
 
 
-def _nest(source: Source, objects: Mapping[str, Any]) -> dict[Any, Any]:
+def _nest(source: Input, objects: Mapping[str, Any]) -> dict[Any, Any]:
     """Returns nested dicts and lists of objects and tensor placeholders."""
     nested: dict[Any, Any] = {}
     known = {*source.tensors, *objects}

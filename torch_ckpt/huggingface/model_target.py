@@ -25,9 +25,9 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.checks import refuse_keyword, require_at_least, reusable
 from torch_ckpt._base.paths import absolute, refuse_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
+from torch_ckpt.checkpoint.dtypes import parse_dtype
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.transformers_config import CONFIG_NAME, Config
-from torch_ckpt.loading.dtypes import parse_dtype
 from torch_ckpt.loading.renaming import Rename, new_names
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.save_plan import SavePlan

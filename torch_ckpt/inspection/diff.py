@@ -12,28 +12,26 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
 from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
-from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
+from torch_ckpt.checkpoint.opened import Box, Checkpoint, Record
+from torch_ckpt.checkpoint.reading import in_waves
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
-from torch_ckpt.inspection.listing import select_names
-from torch_ckpt.inspection.stored_tensors import (
+from torch_ckpt.inspection.boxes import (
     QUANTIZED,
-    Box,
-    Record,
-    StoredTensors,
     as_float64,
     as_int64,
     split_into_boxes,
     widen,
 )
-from torch_ckpt.loading.reading import in_waves
+from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
+from torch_ckpt.inspection.listing import select_names
+from torch_ckpt.options import LEAST_INFLIGHT_BYTES, ReadOptions
 
 # Elements compared per pass. Keeps the temporaries of a comparison below 64 MiB.
 _ELEMENTS_PER_PASS = 1 << 20
@@ -87,13 +85,12 @@ def diff(
     require_at_least("max_inflight_bytes", max_inflight_bytes, 8 * LEAST_INFLIGHT_BYTES)
     # A quarter for each side's values, one for the readers and one for the comparison.
     quarter = max_inflight_bytes // 4
+    options = ReadOptions(max_inflight_bytes=quarter)
     with ExitStack() as stack:
         try:
-            one, other = (
-                stack.enter_context(closing(StoredTensors(path, quarter))) for path in (a, b)
-            )
+            one, other = (stack.enter_context(Checkpoint(path, options=options)) for path in (a, b))
             is_tolerant = atol is not None or rtol is not None
-            report = DiffReport(one.path, other.path, is_tolerant)
+            report = DiffReport(one.location, other.location, is_tolerant)
             chosen = None
             if names is not None:
                 present = {*one.names, *other.names}
@@ -128,8 +125,8 @@ class _Tally:
 
 @dataclass
 class _Comparison:
-    a: StoredTensors
-    b: StoredTensors
+    a: Checkpoint
+    b: Checkpoint
     report: DiffReport
     atol: float
     rtol: float

@@ -14,7 +14,6 @@ import math
 import os
 import pprint
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,16 +21,17 @@ import torch
 
 from torch_ckpt._base.formatting import Report, plural, printable, sentence, size
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
+from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.inspection.listing import is_damage, select_names
-from torch_ckpt.inspection.stored_tensors import (
+from torch_ckpt.inspection.boxes import (
     QUANTIZED,
-    StoredTensors,
     as_float64,
     as_int64,
     split_into_boxes,
     widen,
 )
+from torch_ckpt.inspection.listing import is_damage, select_names
+from torch_ckpt.options import ReadOptions
 
 # Size of a box in bytes. Its values as float64 and temporaries may take 16 times as much memory.
 _BOX_BYTES = 4 << 20
@@ -271,17 +271,18 @@ def show(
     if first < 0:
         raise ValueError(f"first must not be negative, got {first}")
     try:
-        with closing(StoredTensors(path, _INFLIGHT_BYTES, allow_pickle)) as stored:
-            chosen = select_names(stored.names, None if names is None else list(names), stored.path)
+        options = ReadOptions(max_inflight_bytes=_INFLIGHT_BYTES, allow_pickle=allow_pickle)
+        with Checkpoint(path, options=options) as stored:
+            chosen = select_names(
+                stored.names, None if names is None else list(names), stored.location
+            )
             return _show(stored, chosen, first, progress)
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be shown: {error}") from error
 
 
-def _show(
-    stored: StoredTensors, names: list[str], first: int, progress: ProgressOption
-) -> ShowReport:
-    report = ShowReport(stored.path, [])
+def _show(stored: Checkpoint, names: list[str], first: int, progress: ProgressOption) -> ShowReport:
+    report = ShowReport(stored.location, [])
     sizes = {name: stored.tensor_bytes(name) for name in names}
     total, done = sum(sizes.values()), 0
     with reporting(progress, "show", None, total) as shown:
@@ -298,7 +299,7 @@ def _show(
     return report
 
 
-def _read_item(stored: StoredTensors, name: str, first: int) -> ShownTensor | ShownObject:
+def _read_item(stored: Checkpoint, name: str, first: int) -> ShownTensor | ShownObject:
     tensor, records = stored.tensor(name), stored.records(name)
     if tensor is None:
         (record,) = records
@@ -323,7 +324,7 @@ def _read_item(stored: StoredTensors, name: str, first: int) -> ShownTensor | Sh
 
 
 def _summarize(
-    stored: StoredTensors, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
+    stored: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
 ) -> tuple[Statistics | None, list[Any]]:
     """Reads a tensor, and returns its statistics and first values."""
     tally = _Tally()

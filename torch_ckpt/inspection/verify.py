@@ -28,8 +28,8 @@ from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in, read_safetensors
 from torch_ckpt.checkpoint.locating import open_checkpoint
-from torch_ckpt.checkpoint.read_options import ReadOptions
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME
+from torch_ckpt.options import ReadOptions
 
 _METADATA_OF_RANK = re.compile(rf"^__\d+{re.escape(METADATA_NAME)}$")
 
@@ -198,7 +198,9 @@ def verify(
         report = torch_ckpt.verify("run/40")
         print(report)
     """
-    options = ReadOptions(thread_count, max_inflight_bytes, direct_io)
+    options = ReadOptions(
+        thread_count=thread_count, max_inflight_bytes=max_inflight_bytes, direct_io=direct_io
+    )
     begun = time.perf_counter()
     directory, path, safetensors = open_checkpoint(checkpoint_id)
     with closing(share_or_warn(directory)):

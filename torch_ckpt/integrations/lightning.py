@@ -17,7 +17,7 @@ import importlib.util
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import torch_ckpt
 from torch_ckpt import _core
 from torch_ckpt._base.containers import map_children
-from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions, refuse_options
+from torch_ckpt.options import (
+    DEFAULT_OPTIONS,
+    DEFAULT_READ_OPTIONS,
+    ReadOptions,
+    WriteOptions,
+    refuse_options,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Never  # in typing since Python 3.11
@@ -54,7 +60,7 @@ _SAVE, _LOAD = "_distributed_checkpoint_save", "_distributed_checkpoint_load"
 
 
 def install(
-    *, writer: WriteOptions = DEFAULT_OPTIONS, reader: Mapping[str, Any] | None = None
+    *, writer: WriteOptions = DEFAULT_OPTIONS, reader: ReadOptions = DEFAULT_READ_OPTIONS
 ) -> list[str]:
     """Makes ``FSDPStrategy`` and ``ModelParallelStrategy`` save and load through torch_ckpt.
 
@@ -66,7 +72,7 @@ def install(
 
     Args:
         writer: the options of every save.
-        reader: options of :class:`torch_ckpt.FileSystemReader` for every load.
+        reader: the options of every load.
 
     Returns:
         The names of the replaced functions.
@@ -79,13 +85,12 @@ def install(
         install(writer=torch_ckpt.WriteOptions(thread_count=4))
         trainer = L.Trainer(strategy=ModelParallelStrategy(save_distributed_checkpoint=True))
     """
-    options_of_load = dict(reader or {})
 
     def save(converted_state: dict[str, Any], path: _Path) -> None:
         torch_ckpt.save(converted_state, path, options=writer)
 
     def load(module_state: dict[str, Any], path: _Path) -> None:
-        torch_ckpt.load(module_state, path, **options_of_load)
+        torch_ckpt.load(module_state, path, options=reader)
 
     replaced = []
     for name in _STRATEGIES:
@@ -155,7 +160,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         **removed: Never,
     ) -> None:
         if removed:
-            refuse_options(TorchCkptIO, removed)
+            refuse_options(TorchCkptIO, removed, options=WriteOptions)
         super().__init__()
         self._async = async_saves
         self._options = options
@@ -226,7 +231,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
                 "link, and pass the path of an older checkpoint",
                 path,
             )
-        metadata = torch_ckpt.FileSystemReader(path).read_metadata().state_dict_metadata
+        metadata = torch_ckpt.Checkpoint(path).metadata().state_dict_metadata
         if _REST not in metadata:
             raise ValueError(
                 f"{path} was not saved by TorchCkptIO: it has no object named {_REST!r}"
@@ -237,7 +242,8 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
             else None
             for name, item in metadata.items()
         }
-        torch_ckpt.load(state, path, no_dist=True, allow_pickle=weights_only is False)
+        options = ReadOptions(allow_pickle=weights_only is False)
+        torch_ckpt.load(state, path, no_dist=True, options=options)
         checkpoint: dict[str, Any] = _join(state.pop(_REST)[0], (), state)
         return checkpoint
 

@@ -3,9 +3,9 @@
 1. Each rank flattens its state dict and compares it with the checkpoint's index: names, kinds,
    shapes and dtypes. All differences are reported together, on all ranks, before anything changes.
 2. Each rank allocates memory for the meta tensors to load.
-3. Each rank reads the values that it needs. The engine plans plain tensors and DTensors from the
-   index. torch's planner plans all other tensors, such as ShardedTensors; only then is the metadata
-   decoded into torch's objects. Ranks exchange plans only for ``read_once``.
+3. Each rank reads the values that it needs. The engine plans them from the index. torch describes
+   the parts of tensors that the engine does not know, such as ShardedTensors
+   (checkpoint/flat_state.py). Ranks exchange plans only for ``read_once``.
 4. Tensors are loaded in place. All other values are replaced, and ``Stateful`` values receive their
    state through ``load_state_dict``.
 """
@@ -18,30 +18,28 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._utils import _get_device_module
 from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict_v_2_3
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.checks import reusable
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.checkpoint.chunks import chunks_here, require_consecutive, require_cover
-from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
+from torch_ckpt.checkpoint.chunks import chunks_here
+from torch_ckpt.checkpoint.dtypes import loses_precision
+from torch_ckpt.checkpoint.flat_state import describe_target, flatten_sharded_tensors
+from torch_ckpt.checkpoint.reading import Reading
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import LoadMismatch
-from torch_ckpt.loading.dtypes import loses_precision
-from torch_ckpt.loading.reader import FileSystemReader
-from torch_ckpt.loading.reading import Reading
 from torch_ckpt.loading.renaming import Rename, new_names, rename_in, suggested_rename
 from torch_ckpt.loading.report import LoadReport, Names
-from torch_ckpt.loading.zero_fill import zero_what_is_not_stored
 
 StateDict = dict[str, Any]
 
@@ -55,6 +53,19 @@ _NUMBERS = (bool, int, float, complex, type(None))
 
 # Attribute of a meta tensor: the device on which to allocate it.
 _DEVICE = "_torch_ckpt_device"
+
+
+class LoadArguments(TypedDict, total=False):
+    """Further arguments of functions that load; see :func:`torch_ckpt.load`."""
+
+    planner: LoadPlanner | None
+    process_group: dist.ProcessGroup | None
+    no_dist: bool
+    strict: Strict
+    names: Names
+    rename: Rename
+    free_before_read: bool
+    timeout: float
 
 
 class Stored:
@@ -216,7 +227,6 @@ class Match:
         loaded_keys: top-level keys with at least one value to load; all keys if the caller passed
             no ``names``.
         reading: the reads of the values that can be loaded.
-        by_torch: tensors and objects that torch's planner plans, by name.
         tied: number of each tensor that is missing from the checkpoint, and number of a loaded
             tensor in the same memory.
     """
@@ -226,7 +236,6 @@ class Match:
     report: LoadReport
     loaded_keys: Set[str]
     reading: Reading
-    by_torch: StateDict
     tied: list[tuple[int, int]]
 
 
@@ -234,29 +243,27 @@ class Load:
     """A load on this rank.
 
     Args:
-        reader: the reader. It is set up for the checkpoint unless ``opened`` is given.
+        source: the checkpoint, which the load opens.
         rank: this rank, whose own metadata is read if there is none for all ranks.
         names: selects names of the state dict to load; None selects all.
         rename: maps the checkpoint's names to names of the state dict.
-        opened: the metadata and the index with which the reader has already been set up.
     """
 
     def __init__(
         self,
-        reader: FileSystemReader,
+        source: Source,
         rank: int = 0,
         names: Names = None,
         rename: Rename = None,
-        opened: tuple[Metadata, _core.CheckpointIndex] | None = None,
     ) -> None:
-        self.reader = reader
+        self.source = source
         self._rank = rank
         self._rename = None if rename is None else reusable(rename)
         self._chosen = None if names is None else _Chosen(names)
         #: True if all names are loaded, because the caller passed no ``names``.
         self.loads_all = names is None
-        self._opened = opened
-        self._is_renamed = False
+        self._index: _core.CheckpointIndex | None = None
+        self._renamed: Metadata | None = None
         self._old_names: dict[str, str] = {}
 
     @property
@@ -267,14 +274,14 @@ class Load:
     @property
     def index(self) -> _core.CheckpointIndex:
         """The index of the checkpoint. The first access opens the checkpoint."""
-        if self._opened is None:
-            metadata, index = self.reader.open(self._rank)
+        if self._index is None:
+            index = self.source.open(self._rank)
             if self._rename is not None:
                 new = new_names(index.names(), self._rename)
                 index = index.renamed(list(new.values()))
                 self._old_names = {name: old for old, name in new.items()}
-            self._opened = metadata, index
-        return self._opened[1]
+            self._index = index
+        return self._index
 
     @no_gc()
     def match(self, values: StateDict) -> Match:
@@ -321,7 +328,7 @@ class Load:
         the reads.
 
         Args:
-            is_last: True to release the flattened state and, if the reads do not need it, the
+            is_last: True to release the flattened state and, unless records were transformed, the
                 metadata. Nothing can be matched afterwards.
         """
         on_meta = match.state.loaded_on_meta()
@@ -333,16 +340,14 @@ class Load:
                 set_element(match.values, match.state.path(tied), real)
         if on_meta:
             self._plan(match)
-        if self.reader.zero_fill:
+        if self.source.options.lets_sizes_differ:
             match.state.zero_unstored()
-            if match.by_torch:
-                zero_what_is_not_stored(match.by_torch, self._metadata())
         reading = match.reading
         if is_last:
             match.state, match.reading = _C.LoadState({}, chunks_here), Reading()
-            if not match.by_torch:
-                self._opened = None
-                self.reader.release_metadata()
+            self._index = self._renamed = None
+            if not (reading.transformed or reading.tensors.has_transformed):
+                self.source.release_metadata()
         return reading
 
     def read_freeing(self, reading: Reading, let_go: Callable[[], None]) -> None:
@@ -353,24 +358,21 @@ class Load:
                 dict, so that the caller can drop its own reference to the object.
         """
         objects, reading.objects = reading.objects, []
-        self.reader.read(reading)
+        self.source.read(reading)
         for read in objects:
             set_element(reading.values, read.target, None)
             if len(read.target) == 1:
                 let_go()
-            self.reader.read(Reading(values=reading.values, objects=[read]))
+            self.source.read(Reading(values=reading.values, objects=[read]))
 
     # --- private ---------------------------------------------------------------------------------
 
     def _metadata(self) -> Metadata:
         """Returns the metadata, decoded into torch's objects."""
-        assert self.index is not None
-        assert self._opened is not None
-        metadata = self._opened[0]
-        if not self._is_renamed:
-            rename_in(metadata, self._rename)
-            self._is_renamed = True
-        return metadata
+        if self._renamed is None:
+            self._renamed = self.source.metadata()
+            rename_in(self._renamed, self._rename)
+        return self._renamed
 
     def _match(self, values: StateDict, state: _C.LoadState, index: _core.CheckpointIndex) -> Match:
         contents = Stored(
@@ -378,7 +380,7 @@ class Load:
             self._metadata,
             self._read_objects,
             self._old_names,
-            self.reader.size_rule,
+            self.source.size_rule,
             self.loads_all,
         )
         placeholders: list[Placeholder] = []
@@ -393,7 +395,7 @@ class Load:
             placeholders.append(value)
             for found, target in value.choose(contents, name).items():
                 state.add(found, (*path, found), target)
-        match = state.match(index, self.reader.size_rule, self._chosen)
+        match = state.match(index, self.source.size_rule, self._chosen)
         # A number that has become a tensor since the state dict was built, such as the best loss.
         numbers = [
             row
@@ -403,7 +405,7 @@ class Load:
         for row in numbers:
             state.replace(row, contents.meta_tensor(state.name(row), torch.device("cpu")))
         if numbers:
-            match = state.match(index, self.reader.size_rule, self._chosen)
+            match = state.match(index, self.source.size_rule, self._chosen)
         report = LoadReport(
             refused=[
                 describe_sharded(state.name(row))
@@ -438,7 +440,7 @@ class Load:
             report.missing = [name for name in report.missing if name not in names]
             report.absent = [key for key in report.absent if key not in keys]
             loaded_keys = loaded_keys | keys
-        return Match(values, state, report, loaded_keys, Reading(), {}, tied)
+        return Match(values, state, report, loaded_keys, Reading(), tied)
 
     def _suggest_rename(self, report: LoadReport) -> None:
         """Finds the renaming that would make all missing names fit, unless ``rename`` is set."""
@@ -452,46 +454,21 @@ class Load:
         state = _C.LoadState({}, chunks_here)
         for name in names:
             state.add(name, (name,), None)
-        state.match(self.index, self.reader.size_rule, None)
-        rows = state.plan(_C.TensorReads()).objects
-        reads = [state.object_read(row) for row in rows]
-        self.reader.read(Reading(values=values, objects=reads))
+        state.match(self.index, self.source.size_rule, None)
+        objects = state.plan(_C.TensorReads())
+        reads = [state.object_read(row) for row in objects if not state.is_transformed(row)]
+        self.source.read(Reading(values=values, objects=reads))
         return values
 
     def _plan(self, match: Match) -> None:
-        """Plans the reads. The engine plans most of them; torch's planner plans all others."""
+        """Plans the reads."""
         state, reading = match.state, Reading(values=match.values)
-        plan = state.plan(reading.tensors)
-        reading.objects = [state.object_read(row) for row in plan.objects]
-        match.by_torch = {state.name(row): state.value(row) for row in plan.by_torch}
-        if match.by_torch:
-            metadata, planner = self._metadata(), DefaultLoadPlanner(allow_partial_load=True)
-            tensors = {
-                name: value
-                for name, value in match.by_torch.items()
-                if self.index.tensor(name) is not None
-            }
-            # The state dict is already flat. With flatten_state_dict=True, torch would report all
-            # other names as missing, and assume that torch 2.3 wrote the checkpoint.
-            planner.flatten_state_dict = False
-            planner.metadata, planner.state_dict = metadata, tensors
-            for name, tensor in tensors.items():
-                require_consecutive(name, tensor)
-            items = planner.create_local_plan().items
-            require_cover(metadata, tensors, items)
-            planner.flatten_state_dict = True
-            planner.original_state_dict, planner.state_dict = match.values, match.by_torch
-            planner.mappings = {state.name(row): state.path(row) for row in plan.by_torch}
-            reading.planner = planner
-            objects = [object_item(name) for name in match.by_torch if name not in tensors]
-            reading.add_items([*items, *objects], metadata)
+        for row in state.undescribed():
+            describe_target(state, row)
+        for row in state.plan(reading.tensors):
+            read = state.object_read(row)
+            (reading.transformed if state.is_transformed(row) else reading.objects).append(read)
         match.reading = reading
-
-
-def object_item(name: str) -> ReadItem:
-    """Returns the read item for an object, as torch's planner creates it."""
-    index, nothing = MetadataIndex(name), torch.Size((0,))
-    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
 
 
 def _torchs_words(report: LoadReport) -> Iterator[str]:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.machine import boot_id
+from torch_ckpt.errors import CheckpointError
 
 #: Bytes that the ranks read, relative to the different bytes.
 SHARED = 1.5
@@ -90,3 +91,17 @@ def share_bytes(ranks: Iterable[RankReads], stored_bytes: int | None) -> bool:
         most = sum(reads.bytes for reads in set(on_machine))
         different += most if stored_bytes is None else min(most, stored_bytes)
     return 0 < SHARED * different <= read
+
+
+def require_one_version(versions: Iterable[str | None], path: str) -> None:
+    """Raises CheckpointError if ranks have read different checkpoints.
+
+    Args:
+        versions: the version of the source on each rank.
+        path: the checkpoint as the user knows it.
+    """
+    if len(set(versions)) > 1:
+        raise CheckpointError(
+            f"{path}: ranks have read the metadata of different saves, because the checkpoint was "
+            "replaced or a newer step was saved while the load started; load again"
+        )

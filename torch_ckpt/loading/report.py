@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_ckpt._base.formatting import MOST_NAMES, indented
-from torch_ckpt.loading.dtypes import loses_precision
+from torch_ckpt.checkpoint.dtypes import loses_precision
 
 #: Patterns for :mod:`fnmatch`, or a function that returns True for fully qualified names to load.
 Names = Iterable[str] | Callable[[str], bool] | None

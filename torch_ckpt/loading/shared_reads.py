@@ -20,17 +20,17 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt.checkpoint.read_options import ReadOptions
+from torch_ckpt.checkpoint.dtypes import lost_precision
+from torch_ckpt.checkpoint.reading import Reading
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes
-from torch_ckpt.loading.dtypes import Conversions, lost_precision
-from torch_ckpt.loading.reading import BytesMoved, Reading
 
 #: Maximum size in bytes of a batch, and of a part of a large tensor.
 BATCH_BYTES = 64 << 20
@@ -38,29 +38,8 @@ BATCH_BYTES = 64 << 20
 _FAILED = "failed"
 
 
-class RankReader(Protocol):
-    """The part of a ``FileSystemReader`` that shared reads use."""
-
-    options: ReadOptions
-    moved: BytesMoved
-    narrowed: Conversions
-
-    @property
-    def identity(self) -> bytes | None:
-        """A digest that is equal on ranks that read the same checkpoint."""
-
-    def verifies_parts(self) -> Callable[[str], bool]:
-        """Returns a function that returns True for files whose records are verified in parts."""
-
-    def read_all_but_tensors(self, reading: Reading) -> None:
-        """Reads objects, and items that torch's code reads."""
-
-    def read_tensors(self, reads: _C.TensorReads) -> None:
-        """Reads tensors into their targets."""
-
-
 def read_once(
-    reader: RankReader, prepare: Callable[[], Reading], group: dist.ProcessGroup | None
+    source: Source, prepare: Callable[[], Reading], group: dist.ProcessGroup | None
 ) -> None:
     """Performs the reads that ``prepare`` returns, so that one rank reads the data that several
     ranks want. All ranks of the group must call it, or :func:`read_alone`.
@@ -76,49 +55,47 @@ def read_once(
     def plan() -> tuple[list[tuple[bytes | None, int]], int]:
         nonlocal reading
         reading = prepare()
-        reading.tensors.split(BATCH_BYTES, reader.verifies_parts())
+        reading.tensors.split(BATCH_BYTES, source.verifies_parts())
         reads.extend(reading.tensors)
-        digests.extend(_digests(reader.identity, reads))
-        return digests, reader.options.max_inflight_bytes
+        digests.extend(_digests(source.identity, reads))
+        return digests, source.options.max_inflight_bytes
 
-    plans = _exchange(reader, plan, group)
+    plans = _exchange(source, plan, group)
     if not plans:
         return
     owners = _choose_owners([digests for digests, _limit in plans])
     rank = dist.get_rank(group)
 
     def read() -> None:
-        reader.read_all_but_tensors(reading)
+        source.read_all_but_tensors(reading)
         own = [
             number
             for number, (digest, _bytes) in enumerate(digests)
             if digest is None or owners.get(digest, (rank, ()))[0] == rank
         ]
-        reader.read_tensors(reading.tensors.subset(own))
+        source.read_tensors(reading.tensors.subset(own))
 
-    if not _exchange(reader, read, group):
+    if not _exchange(source, read, group):
         return
     # This rank also converts the tensors that other ranks have read.
-    reader.narrowed.update(lost_precision(reading.tensors))
+    source.narrowed.update(lost_precision(reading.tensors))
     targets = {
         digest: read.tensor
         for read, (digest, _bytes) in zip(reads, digests, strict=True)
         if digest is not None
     }
-    with reader.moved.elsewhere():
+    with source.moved.elsewhere():
         _send_all(owners, targets, min(limit for _digests, limit in plans), group)
 
 
-def read_alone(
-    reader: RankReader, read: Callable[[], None], group: dist.ProcessGroup | None
-) -> None:
+def read_alone(source: Source, read: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Reads on this rank only, and joins the exchanges of ranks that call :func:`read_once`."""
-    if _exchange(reader, lambda: ([], reader.options.max_inflight_bytes), group):
-        _exchange(reader, read, group)
+    if _exchange(source, lambda: ([], source.options.max_inflight_bytes), group):
+        _exchange(source, read, group)
 
 
 def _exchange(
-    reader: RankReader, local: Callable[[], Any], group: dist.ProcessGroup | None
+    source: Source, local: Callable[[], Any], group: dist.ProcessGroup | None
 ) -> list[Any]:
     """Calls a function on every rank and returns the results of all ranks. If it fails on a rank,
     that rank raises the error, and all other ranks return an empty list."""
@@ -128,7 +105,7 @@ def _exchange(
     except BaseException as error:
         failure, value = error, _FAILED
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    with reader.moved.elsewhere():
+    with source.moved.elsewhere():
         dist.all_gather_object(gathered, value, group=group)
     if failure is not None:
         raise failure

@@ -3,7 +3,6 @@ same number of dimensions (``allow_shape_mismatch``)."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from torch_ckpt import _C
 from torch_ckpt.checkpoint.chunks import chunks_here
+from torch_ckpt.checkpoint.reading import writable
+from torch_ckpt.options import ReadOptions
 
 
 class GrowingSize(tuple[int, ...]):
@@ -52,15 +52,10 @@ class AnySize(GrowingSize):
     __hash__ = tuple.__hash__
 
 
-#: Size class for each of the engine's size-matching rules.
-SIZES: dict[_C.SizeRule, type[Any]] = {
-    _C.SizeRule.GROWING: GrowingSize,
-    _C.SizeRule.ANY: AnySize,
-}
-
-
-def let_sizes_differ(metadata: Metadata, kind: type[Any]) -> None:
-    """Converts the sizes of all tensors in the metadata to the given type."""
+def let_sizes_differ(metadata: Metadata, options: ReadOptions) -> None:
+    """Converts the sizes of all tensors in the metadata, so that torch's planners accept the
+    targets that the options allow."""
+    kind: Any = AnySize if options.allow_shape_mismatch else GrowingSize
     for stored in metadata.state_dict_metadata.values():
         if isinstance(stored, TensorStorageMetadata):
             stored.size = kind(stored.size)
@@ -80,11 +75,6 @@ def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> N
             local = find_state_dict_object({name: value}, index)
             with writable(local):
                 _zero_outside(local.detach(), chunk.offsets, size)
-
-
-def writable(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Context manager for writing into a tensor; inference tensors need inference mode."""
-    return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def _zero_outside(local: torch.Tensor, offsets: torch.Size, size: tuple[int, ...]) -> None:

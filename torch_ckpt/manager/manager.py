@@ -28,12 +28,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.hooks import RemovableHandle
 
-from torch_ckpt._base.checks import check_options
 from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.paths import absolute
 from torch_ckpt._base.progress import stderr_is_terminal
-from torch_ckpt.api import LOAD_OPTIONS
 from torch_ckpt.checkpoint.lineage import by_lineage, newest_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
@@ -56,7 +54,12 @@ from torch_ckpt.manager.run_context import RunContext, agree_on_attempt, new_att
 from torch_ckpt.manager.saver import Saver
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
-from torch_ckpt.options import WriteOptions, refuse_options
+from torch_ckpt.options import (
+    DEFAULT_READ_OPTIONS,
+    ReadOptions,
+    WriteOptions,
+    refuse_options,
+)
 from torch_ckpt.publication.export import Export
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
 from torch_ckpt.retention import Retention
@@ -138,7 +141,7 @@ class CheckpointManager:
         timeout: seconds without a heartbeat after which a rank is declared dead. The other ranks
             then raise an error that names the rank.
         staging_dir: see :func:`torch_ckpt.steps.open_steps`.
-        load_options: dict of options for :func:`torch_ckpt.load`, such as ``allow_pickle``.
+        read: the options of the loads.
         export: publishes the model as safetensors files; see :class:`torch_ckpt.Export`.
         write: the options of the saves. By default, rank 0 shows a progress bar if standard error
             is a terminal.
@@ -148,7 +151,7 @@ class CheckpointManager:
         save_errors: number of failed saves, exports and ``on_commit`` callbacks.
 
     Raises:
-        TypeError: an option or a key of ``load_options`` is unknown or has the wrong type. The
+        TypeError: an option is unknown or has the wrong type. The
             message suggests the closest known name.
         ValueError: an option has an invalid value, or ``preemption_signals`` is given outside the
             main thread.
@@ -194,13 +197,13 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         timeout: float = TIMEOUT_SECONDS,
         staging_dir: str | os.PathLike[str] | None = None,
-        load_options: dict[str, Any] | None = None,
         export: Export | None = None,
         write: WriteOptions | None = None,
+        read: ReadOptions = DEFAULT_READ_OPTIONS,
         **removed: Never,
     ) -> None:
         if removed:
-            refuse_options(CheckpointManager, removed, "write")
+            refuse_options(CheckpointManager, removed, write=WriteOptions, read=ReadOptions)
         schedule = ScheduleOptions(interval, save_on_steps, max_overhead, mtbf_hours, if_busy)
         saves = SaveOptions(
             check_replicas=check_replicas,
@@ -216,7 +219,6 @@ class CheckpointManager:
         self._retention = Retention(
             keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep
         )
-        load_options = check_options("load_options", load_options, LOAD_OPTIONS)
         self._store = open_steps(root, staging_dir=staging_dir)
         if export is not None and absolute(export.root) == absolute(self._store.root):
             raise ValueError(f"{export.root}: exports need another directory than the steps")
@@ -260,7 +262,7 @@ class CheckpointManager:
                 self._report,
             )
             self._deletions = Deletions(self._store, self._retention, self._report)
-            self._restorer = Restorer(run, self._deletions, load_options)
+            self._restorer = Restorer(run, self._deletions, read)
             self._schedule = Schedule(schedule, group.subgroup(attempt), timeout)
             self._timeline = Timeline(run, self._deletions)
             self._saver = Saver(

@@ -11,22 +11,25 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt._base.checks import reusable_options
+from torch_ckpt._base.checks import reusable
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture
+from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
-from torch_ckpt.loading.report import LoadReport
+from torch_ckpt.loading.load import LoadArguments
+from torch_ckpt.loading.renaming import Rename
+from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.run_context import RunContext
+from torch_ckpt.options import ReadOptions
 from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
 from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
 from torch_ckpt.state.app_state import AppState, require_state
@@ -59,7 +62,7 @@ class Restorer:
     Args:
         run: the manager's run.
         deletions: the manager's deletions; they spare the step that is being read.
-        load_options: passed to :func:`torch_ckpt.load` for each step that is tried.
+        read: the options of the loads.
 
     Attributes:
         skipped: number of damaged steps that the last restore skipped.
@@ -67,33 +70,41 @@ class Restorer:
             or if torch's own ``dcp.load`` loaded the step.
     """
 
-    def __init__(self, run: RunContext, deletions: Deletions, load_options: dict[str, Any]) -> None:
+    def __init__(self, run: RunContext, deletions: Deletions, read: ReadOptions) -> None:
         self._run = run
         self._deletions = deletions
-        self._load_options = load_options
+        self._read = read
         self.skipped = 0
         self.report: LoadReport | None = None
 
     def restore(
-        self, state: MutableMapping[str, Any], step: int | None, **load_options: Any
+        self,
+        state: MutableMapping[str, Any],
+        step: int | None,
+        *,
+        names: Names = None,
+        strict: bool = True,
+        rename: Rename = None,
     ) -> int | None:
         """Restores the state from a step.
 
-        Args and raises: see :meth:`torch_ckpt.CheckpointManager.restore`; ``load_options`` are
-        passed to :func:`torch_ckpt.load`.
+        Args and raises: see :meth:`torch_ckpt.CheckpointManager.restore`.
 
         Returns:
             The restored step; None if the root has no step.
         """
         self.skipped, self.report = 0, None
-        # Each attempt reads the options again, so convert iterators to tuples.
-        load_options = reusable_options(load_options)
+        # Each attempt reads these again, so convert iterators to tuples.
+        arguments: LoadArguments = {
+            "names": reusable(names),
+            "strict": strict,
+            "rename": reusable(rename),
+        }
         candidates, unmarked, mixture = self._agree_on_candidates(step, state)
         if unmarked and self._run.rank == 0:
-            # Attribute the warning to the line that calls the manager.
-            warn(self._describe_unmarked(unmarked), stacklevel=3)
+            warn(self._describe_unmarked(unmarked))
         if mixture and step is None and self._run.rank == 0:
-            warn(f"{self._run.store.root}: {mixture}", stacklevel=3)
+            warn(f"{self._run.store.root}: {mixture}")
         if not candidates:
             return None
         damages: list[str] = []
@@ -104,7 +115,7 @@ class Restorer:
             tried.add(candidate)
             with self._deletions.reading(candidate):
                 try:
-                    report = self._load_with_retries(candidate, state, load_options)
+                    report = self._load_with_retries(candidate, state, arguments)
                 except CheckpointException as error:
                     if step is not None or not is_damage(error) or is_elsewhere(error):
                         raise
@@ -118,7 +129,9 @@ class Restorer:
                         deleted += 1
                         candidates = [other for other in existing if other not in tried]
                     continue
-            self.skipped, self.report = len(damages) - deleted, report
+            self.skipped = len(damages) - deleted
+            # With a planner, there is no comparison.
+            self.report = report if isinstance(report, LoadReport) else None
             return candidate
         raise CheckpointError(
             f"no step in {self._run.store.root} can be loaded; refusing to start from scratch "
@@ -128,9 +141,8 @@ class Restorer:
     def _report_skipped(self, step: int, damage: str, candidates: list[int]) -> None:
         self._run.report(Event("damaged", step, self._run.rank, message=f"{damage}; skipped"))
         if self._run.rank == 0:
-            # Attribute the warning to the line that calls the manager.
             older = f"falling back to step {candidates[0]}" if candidates else "no step is left"
-            warn(f"{damage}; {older}", stacklevel=4)
+            warn(f"{damage}; {older}")
 
     def _describe_unmarked(self, paths: list[str]) -> str:
         shown = some_of(paths)
@@ -190,11 +202,14 @@ class Restorer:
         raise FileNotFoundError(2, f"step {step} {problem}; {listing}", self._run.store.root)
 
     def _load_with_retries(
-        self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]
-    ) -> LoadReport | None:
+        self, step: int, state: MutableMapping[str, Any], arguments: LoadArguments
+    ) -> LoadReport | Checkpoint:
         group, timeout = self._run.process_group, self._run.timeout
-        options = {"timeout": timeout} | load_options | self._load_options
-        load = functools.partial(self._run.store.load, step, process_group=group, **options)
+        arguments |= {"process_group": group, "timeout": timeout}
+
+        def load(target: dict[str, Any]) -> LoadReport | Checkpoint:
+            return self._run.store.load(step, target, self._read, **arguments)
+
         delays = iter(_RETRY_SECONDS)
         while True:
             try:

@@ -116,10 +116,8 @@ class Timeline:
         complete = self._run.store.entries(leftovers=False)
         later = [info.step for info in complete if info.step > step]
         if later:
-            # Attribute the warning to the line that calls the manager.
             warn(
                 f"{why}, but the root has later steps ({later}). Training replaces each of them "
                 "when it reaches that step. Until then, a restart may restore the newest of "
                 "them. Call delete() to remove them now.",
-                stacklevel=4,
             )

@@ -41,7 +41,6 @@ from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.checkpoint.metadata import DCP_VERSION
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.plan_comparison import with_file_prefix
@@ -50,8 +49,8 @@ from torch_ckpt.megatron.torch_write import Results, dequantize
 from torch_ckpt.megatron.write_task import WriteTask, make_portable
 from torch_ckpt.ranks.failures import capture_exceptions
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, is_distributed, own_rank
-from torch_ckpt.saving.items import keeps_default_lookup, resolve
-from torch_ckpt.saving.writer import FileSystemWriter, completed
+from torch_ckpt.saving.items import completed, keeps_default_lookup, resolve
+from torch_ckpt.saving.writer import FileSystemWriter
 
 # Megatron expects a list of buckets. This one has one task, or none if there is nothing to write.
 Buckets = list[WriteTask]
@@ -120,6 +119,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         **kwargs: Any,
     ) -> None:
         require_choice("on_failure", on_failure, ("return", "raise"))
+        self.use_msc = use_msc  # The base class asks whether the files are local.
         super().__init__(path, *args, separation_hint=separation_hint, **kwargs)
         if self.serialization_format.name != "TORCH_SAVE":
             raise ValueError(
@@ -127,7 +127,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "serialization_format=SerializationFormat.TORCH_SAVE"
             )
         self.checkpoint_dir = path
-        self.use_msc = use_msc
         self.open_file = _msc().open if use_msc else open_file
         self.on_failure = on_failure
         self.timeout = timeout
@@ -143,7 +142,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         # Megatron passes only the bool, and its previous save may still be in progress. In
-        # dcp.save, a previous save that still holds a lease has failed.
+        # dcp.save, a previous save that still has a lease has failed.
         self.ends_earlier_leases = self.rank is not None
         if self.rank is None:
             self.rank = own_rank()
@@ -178,10 +177,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         RelaxedGc.end()
         items = list(plan.items)
-        if self._is_local() and self._lease is None:
+        if self._is_local() and self.lease is None:
             # Protects this rank's files from removal until the coordinator commits. With a cached
             # plan, the coordinator may have no lease yet.
-            self._lease = DirectoryLease(self.directory, None, ends_earlier=False)
+            self.target.take_lease(ends_earlier=False)
         with self._lock:
             self.prefix = self._choose_prefix(plan.storage_data.prefix)
             self._planned.add(self)
@@ -200,12 +199,12 @@ class FileSystemWriterAsync(FileSystemWriter):
             ranks=dist.get_world_size() if is_distributed() else 1,
             by_engine=self.engine_can_write(),
             options=self.write_options(),
-            background=self.background,
+            background=self.options.background,
             transforms=self.transforms,
             open_file=self.open_file,
-            identity=DirectoryIdentity.of(self.directory) if self._is_local() else None,
-            opened=self.directory if self._is_local() else None,
-            lease=weakref.ref(self._lease) if self._lease is not None else None,
+            identity=DirectoryIdentity.of(self.target.directory) if self._is_local() else None,
+            opened=self.target.directory if self._is_local() else None,
+            lease=weakref.ref(self.lease) if self.lease is not None else None,
         )
         self.write_buckets = [task] if items else []
         self.results_queue = ResultsQueue() if items else None
@@ -400,9 +399,9 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def _hand_over_lease(self) -> None:
         """Releases this rank's lease; the coordinator's lease protects the files from now on."""
-        if self._lease is not None and not self._commits:
-            self._lease.hand_over()
-            self._lease = None
+        if self.lease is not None and not self._commits:
+            self.lease.hand_over()
+            self.target.lease = None
 
     def _require_files(self, results: list[list[WriteResult]]) -> None:
         """Raises an error if a file that the metadata would refer to is missing or too short."""
@@ -414,7 +413,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         for name, end in ends.items():
             path = os.path.join(self.path, name)
             try:
-                size = self.directory.length_of(name)
+                size = self.target.directory.length_of(name)
             except FileNotFoundError:
                 size = 0
             if size < end:
@@ -435,7 +434,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             for writer in self._planned
             if writer is not self and os.path.realpath(writer.path) == directory
         }
-        return _core.choose_prefix(self.directory, prefix, others)
+        return _core.choose_prefix(self.target.directory, prefix, others)
 
     def _receive_results(self) -> list[WriteResult]:
         where = f"rank {own_rank()}, files {self.prefix}* in {self.checkpoint_id}"

@@ -51,7 +51,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         super().__init__(path, *args, **kwargs)
         self.cache_metadata = cache_metadata
         # Do not cache with zero_fill: it modifies the metadata to fit the state that is loaded.
-        if cache_metadata and not self.zero_fill:
+        if cache_metadata and not self.options.lets_sizes_differ:
             self._unpickle = self._decode_cached
 
     @classmethod

@@ -178,7 +178,7 @@ def save_state_dict_async_finalize(
     def undo(results: list[WriteResult]) -> None:
         if isinstance(storage_writer, FileSystemWriterAsync) and not storage_writer.use_msc:
             files = {result.storage_data.relative_path for result in results}
-            remove_own(storage_writer.directory, files)
+            remove_own(storage_writer.target.directory, files)
 
     try:
         # If our function planned the save, use its store: the process group may have been
@@ -304,7 +304,8 @@ class _Save:
 
         def plan_globally(messages: list[_PlanMessage]) -> Any:
             _core.fault_point("plan of all ranks")
-            tag: str = getattr(self._writer, "tag", "")
+            # No variable, which a traceback would keep, may refer to the lease.
+            tag: str = getattr(getattr(self._writer, "lease", None), "tag", "")
             answer = _PlanAnswer(None, tag, all(message.is_as_cached for message in messages))
             found = [plan_of(rank, message) for rank, message in enumerate(messages)]
             plans = [plan for plan in found if plan is not None]

@@ -19,8 +19,8 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt._base.formatting import ranks_text
+from torch_ckpt.checkpoint.reading import in_waves
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, empty_tensor
-from torch_ckpt.loading.reading import in_waves
 from torch_ckpt.loading.shared_reads import _batches, _current_index, _device_of
 from torch_ckpt.multihost.trees import (
     Tree,

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import io
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.nn.parameter import is_lazy
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_runtime import warn_without_cuda
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
-from torch_ckpt.checkpoint.directory import DirectoryIdentity
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
+from torch_ckpt.checkpoint.metadata import (
+    DCP_VERSION,
+    encode_metadata,
+    require_readable,
+    with_checksum_tables,
+)
 from torch_ckpt.checkpoint.objects import pickled
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.write import Written
@@ -128,7 +135,53 @@ def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
     return results
 
 
-def brought_with(
+def sources_of(items: list[WriteItem], planner: SavePlanner) -> _C.SaveSources:
+    """Returns the values of the items of a plan."""
+    sources = _C.SaveSources()
+    with no_gc():
+        direct = keeps_default_lookup(planner)
+        for item in items:
+            sources.add(item.index.fqn, resolve(planner, item, direct))
+    return sources
+
+
+def completed(value: list[Any]) -> Future[list[WriteResult]]:
+    """Returns a completed future with the results of the writes."""
+    future: Future[list[WriteResult]] = Future()
+    future.set_result(value)
+    return future
+
+
+def encoded_with(
+    results: list[list[WriteResult]],
+    metadata: Metadata,
+    storage_meta: StorageMeta | None,
+    directory: OpenDirectory,
+) -> _core.EncodedMetadata:
+    """Adds the results of all ranks to a plan's metadata, and returns the contents of
+    ``.metadata``.
+
+    Args:
+        directory: the checkpoint directory, as opened on the coordinator.
+
+    Raises:
+        NotCommitted: ranks have written to different directories.
+        CheckpointError: the metadata could not be loaded again.
+    """
+    with no_gc():
+        metadata.version = DCP_VERSION
+        metadata.storage_meta = storage_meta
+        metadata.storage_data = {
+            result.index: result.storage_data for of_rank in results for result in of_rank
+        }
+        tables, directories = _brought_with(results)
+        data = encode_metadata(with_checksum_tables(metadata, dict(ChainMap(*tables))))
+    require_one_directory([DirectoryIdentity.of(directory), *directories])
+    require_readable(data, directory.path)
+    return _core.EncodedMetadata(data)
+
+
+def _brought_with(
     results: list[list[WriteResult]],
 ) -> tuple[list[dict[str, bytes]], list[DirectoryIdentity]]:
     """Removes each rank's checksum tables, by file name, and directory identity from the results,

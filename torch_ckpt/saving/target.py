@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch_ckpt import _C, _core
 from torch_ckpt._base.paths import absolute, refuse_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
-from torch_ckpt.checkpoint.lease import DirectoryLease, remove_own
+from torch_ckpt.checkpoint.lease import DirectoryLease, refuse_hidden_save, remove_own
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.save_plan import SavePlan
@@ -142,18 +142,26 @@ class DirectoryTarget(Target):
     A relative path is resolved against the current working directory when the target is created.
     Each save opens the directory once, at its start, and writes only to the opened directory.
 
+    Args:
+        own_rank: the rank, if it saves independently of other ranks and has its own metadata; None
+            if the ranks save together.
+
     Raises:
         ValueError: ``path`` is a URL.
     """
 
-    def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], options: WriteOptions, own_rank: int | None = None
+    ) -> None:
         refuse_url(path)
         super().__init__(absolute(path), options)
         #: Directory that is written; it may get another name at the commit.
         self.directory_path = self.path
+        #: The lease on the directory, if this rank has one.
+        self.lease: DirectoryLease | None = None
+        self._own_rank = own_rank
         self._rank = 0
         self._directory: OpenDirectory | None = None
-        self._lease: DirectoryLease | None = None
 
     @property
     def directory(self) -> OpenDirectory:
@@ -162,23 +170,42 @@ class DirectoryTarget(Target):
         return self._directory
 
     def open(self, rank: int, ranks: int) -> Opened:
-        self.discard()
         self._rank = rank
-        _core.make_directories(self.directory_path)
-        self._directory = OpenDirectory(self.directory_path)
-        if not self.options.overwrite and _core.metadata_name(None) in self.directory.names():
-            raise RuntimeError(
-                f"Checkpoint already exists in {self.path}; pass WriteOptions(overwrite=True) to "
-                "replace it"
-            )
+        self.create()
         if rank == 0:
-            self._lease = DirectoryLease(self.directory, None)
+            self.take_lease()
         return Opened(DirectoryIdentity.of(self.directory))
+
+    def create(self) -> None:
+        """Opens the directory, which is created if it does not exist.
+
+        Raises:
+            FileExistsError, RuntimeError: the directory has a checkpoint that this save must not
+                replace.
+        """
+        self.discard()
+        _core.make_directories(self.directory_path)
+        self.reopen()
+        refuse_hidden_save(self.directory, self._own_rank)
+        metadata = _core.metadata_name(self._own_rank)
+        if not self.options.overwrite and metadata in self.directory.names():
+            raise RuntimeError(
+                f"Checkpoint already exists in {self.path}; pass overwrite=True, in WriteOptions "
+                "or to FileSystemWriter, to replace it"
+            )
+
+    def reopen(self) -> None:
+        """Opens the directory by its path."""
+        self._directory = OpenDirectory(self.directory_path)
+
+    def take_lease(self, ends_earlier: bool = True) -> None:
+        """Takes a lease on the directory; see :class:`DirectoryLease`."""
+        self.lease = DirectoryLease(self.directory, self._own_rank, ends_earlier)
 
     def lay_out(self, plan: SavePlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         require_one_target(opened)
-        assert self._lease is not None
-        return [self._lease.tag.encode()] * len(opened)
+        assert self.lease is not None
+        return [self.lease.tag.encode()] * len(opened)
 
     def files(self, layout: bytes) -> tuple[OpenDirectory, str]:
         prefix = f"__{self._rank}_{layout.decode()}"
@@ -202,14 +229,23 @@ class DirectoryTarget(Target):
         Args:
             data: the contents of ``.metadata``.
             files: the data files that the metadata names.
+
+        Raises:
+            NotCommitted: nothing was published. The previous contents of the directory are intact,
+                and the new data files that this process can see were removed. If the path has been
+                made to refer to another directory since the save began, that other directory was
+                not changed.
+            DurabilityUncertain: the checkpoint might be visible already, but a power cut could lose
+                the checkpoint.
         """
-        lease, self._lease = self._lease, None
+        lease, self.lease = self.lease, None
         assert lease is not None
         lease.commit(data, files, sync=self.options.sync_files, replace=self.options.overwrite)
 
     def discard(self) -> None:
-        # Dropping the lease removes the files of all ranks.
-        self._lease = None
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.abandon()  # removes the files of all ranks
         self._directory = None
 
 

@@ -12,6 +12,7 @@ With ``free_before_read``, steps 2 and 3 are made for one top-level key at a tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -23,15 +24,19 @@ from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.formatting import MOST_NAMES, some_of
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.chunks import chunks_here
-from torch_ckpt.checkpoint.read_options import LEAST_INFLIGHT_BYTES
+from torch_ckpt.checkpoint.dtypes import warn_of_lost_precision
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.load import Load, Match, Placeholder, StateDict, Strict, T
-from torch_ckpt.loading.page_cache import RankReads, share_bytes
-from torch_ckpt.loading.reader import require_one_version
-from torch_ckpt.loading.report import LoadReport, ReadMemory
+from torch_ckpt.loading.page_cache import RankReads, require_one_version, share_bytes
+from torch_ckpt.loading.renaming import Rename
+from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
+from torch_ckpt.options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.ranks.exchange import Exchange
-from torch_ckpt.state.app_state import States, stateful_keys
+from torch_ckpt.ranks.failures import CheckpointFailed
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
+from torch_ckpt.state.app_state import States, resolve_state_dict, stateful_keys
 from torch_ckpt.state.splitting import OBJECTS
 from torch_ckpt.state.state_targets import ModuleTarget
 
@@ -52,6 +57,51 @@ class _RankPlan(NamedTuple):
     skipped: list[str]
     by_state: bool
     reads: RankReads
+
+
+def load(
+    state_dict: StateDict,
+    source: Callable[[], Source],
+    group: RankGroup,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    strict: Strict = True,
+    names: Names = None,
+    rename: Rename = None,
+    free_before_read: bool = False,
+    timeout: float = TIMEOUT_SECONDS,
+) -> LoadReport:
+    """Loads a checkpoint into a state dict.
+
+    Args:
+        state_dict, process_group, strict, names, rename, free_before_read, timeout: see
+            :func:`torch_ckpt.load`.
+        source: creates the source. If it fails, the load fails on all ranks.
+        group: the ranks that load together.
+
+    Raises:
+        CheckpointException: on every rank, with the cause of each rank that failed.
+    """
+    # Do this before anything can fail, so that all ranks count the same loads.
+    ranks = Exchange.open(group, "load", timeout)
+    try:
+        with ExitStack() as stack, ranks:
+            resolve_state_dict(state_dict, calls=False)
+            opened = source()
+            stack.callback(opened.close)
+            if free_before_read and opened.options.read_once:
+                raise ValueError("Pass either free_before_read or read_once, not both.")
+            session = LoadSession(state_dict, Load(opened, ranks.rank, names, rename))
+            if free_before_read:
+                report = session.run_freeing(ranks, strict)
+            else:
+                report = session.run(ranks, strict, process_group)
+            if opened.narrowed:
+                warn_of_lost_precision(opened.narrowed)
+            return report
+    except CheckpointFailed as error:
+        # Drop the frames, which only show the exchange between ranks. The causes keep their own.
+        raise error.with_traceback(None) from error.__cause__
 
 
 class LoadSession:
@@ -193,11 +243,11 @@ class LoadSession:
             report = report_of(kept)
             skipped = [] if report.fits else report.skipped
             by_state = bool(self._by_state)
-            version = load.reader.version
+            version = load.source.version
             return _RankPlan(load.unmatched, version, skipped, by_state, self._reads), kept
 
         def check(plans: list[_RankPlan]) -> tuple[list[str], bool, bool]:
-            require_one_version((plan.version for plan in plans), load.reader)
+            require_one_version((plan.version for plan in plans), load.source.title)
             if plans[0].unmatched:
                 _require_matches(
                     pattern
@@ -205,28 +255,27 @@ class LoadSession:
                     if all(pattern in plan.unmatched for plan in plans)
                 )
             skipped = dict.fromkeys(name for plan in plans for name in plan.skipped)
-            shares = share_bytes((plan.reads for plan in plans), load.reader.stored_bytes)
+            shares = share_bytes((plan.reads for plan in plans), load.source.stored_bytes)
             return list(skipped), any(plan.by_state for plan in plans), shares
 
         (skipped, by_state, shares), kept = ranks.exchange("plan", on_this_rank, check)
-        load.reader.shares_bytes = shares
+        load.source.shares_bytes = shares
         if skipped and ranks.rank == 0:
-            path, report = load.reader.checkpoint_id, report_of(kept)
+            path, report = load.source.title, report_of(kept)
             LOGGER.info("%s: %d names match, %d skipped", path, len(report.loaded), len(skipped))
             hint = f". Pass rename={report.rename} to load them" if report.rename else ""
-            # Attribute the warning to the line that calls load.
-            warn(f"{path}: skipped because of strict=False: {some_of(skipped)}{hint}", stacklevel=4)
+            warn(f"{path}: skipped because of strict=False: {some_of(skipped)}{hint}")
         return kept, by_state
 
     # --- 2. the reads ----------------------------------------------------------------------------
 
     def _read(self, ranks: Exchange, match: Match, process_group: dist.ProcessGroup | None) -> None:
-        reader = self._load.reader
-        with ranks.alive(reader.moved):
-            if reader.read_once and ranks.distributed:
-                read_once(reader, lambda: self._load.begin(match, is_last=True), process_group)
+        source = self._load.source
+        with ranks.alive(source.moved):
+            if source.options.read_once and ranks.distributed:
+                read_once(source, lambda: self._load.begin(match, is_last=True), process_group)
             else:
-                reader.read(self._load.begin(match, is_last=True))
+                source.read(self._load.begin(match, is_last=True))
 
     # --- 3. the values that are not filled in place ----------------------------------------------
 
@@ -259,7 +308,7 @@ class LoadSession:
             total.add(self._match({key: self._target(key)}).report)
 
     def _read_freeing(self, ranks: Exchange, keys: list[str]) -> None:
-        with ranks.alive(self._load.reader.moved):
+        with ranks.alive(self._load.source.moved):
             for key in keys:
                 self._read_key_freeing(key)
 
@@ -283,24 +332,24 @@ class LoadSession:
 
     def estimate(self) -> ReadMemory:
         """Estimates the memory that the load needs. Reads only the metadata."""
-        match, reader = self.match(), self._load.reader
+        match, source = self.match(), self._load.source
         _require_matches(self._load.unmatched)
         self._load.require_fit(match.report, strict=True)
         reads = match.reading.tensors
         targets = [(read.tensor, read.tensor.numel() * read.dtype.itemsize) for read in reads]
-        limit = reader.options.max_inflight_bytes
+        limit = source.options.max_inflight_bytes
         objects = [read.length for read in match.reading.objects]
         # If the engine cannot write into a target, it reads into a copy, one slice of dimension 0
         # at a time. The limit must allow for the largest slice.
         copies = [(target, size) for target, size in targets if not _is_read_in_place(target)]
         slices = (size // max(t.size(0) if t.dim() else 1, 1) for t, size in copies)
         least = max([0, *slices, *objects])
-        scratch = reader.options.threads * _core.load_chunk_bytes
+        scratch = source.options.threads * _core.load_chunk_bytes
         if reads.devices:
             scratch *= 2
         scratch = min(scratch, limit) if targets else 0
         held = min(sum(size for _target, size in copies), limit // 2)
-        wave = min(sum(objects), max([reader.wave_bytes, *objects]))
+        wave = min(sum(objects), max([source.wave_bytes, *objects]))
         return ReadMemory(
             target_bytes=sum(_local_bytes(match.state.value(row)) for row in match.state.loaded()),
             stored_bytes=reads.stored_bytes + sum(objects),

@@ -696,7 +696,6 @@ def _warn_of_equal_options(stored: list[StateDict], current: list[StateDict]) ->
                     f"the checkpoint has the same options for the parameters of group {other} and "
                     f"group {number}, so both get the same {some_of(lost)}. If the groups were "
                     "created after the save, set their options again",
-                    stacklevel=4,
                 )
 
 

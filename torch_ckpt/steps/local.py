@@ -17,14 +17,17 @@ from torch_ckpt.checkpoint.marker import epoch_of, newest_epoch, read_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.verify import VerifyReport, verify
+from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 from torch_ckpt.steps.lease_file import LeaseFile
 from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from typing_extensions import Unpack  # in typing since Python 3.11
 
+    from torch_ckpt.checkpoint.opened import Checkpoint
+    from torch_ckpt.loading.load import LoadArguments
     from torch_ckpt.loading.report import LoadReport
-    from torch_ckpt.options import WriteOptions
     from torch_ckpt.saving.target import Target
 
 
@@ -119,15 +122,21 @@ class LocalSteps(StepStore):
             options=options,
         )
 
-    def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:
+    def load(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        options: ReadOptions = DEFAULT_READ_OPTIONS,
+        **arguments: Unpack[LoadArguments],
+    ) -> LoadReport | Checkpoint:
         from torch_ckpt.api import load
 
-        return load(state_dict, self.path_of(step), **options)
+        return load(state_dict, self.path_of(step), options=options, **arguments)
 
     def metadata(self, step: int) -> Metadata:
-        from torch_ckpt.loading.reader import FileSystemReader
+        from torch_ckpt.checkpoint.opened import Checkpoint
 
-        return FileSystemReader(self.path_of(step)).read_metadata()
+        return Checkpoint(self.path_of(step)).metadata()
 
     def verify(self, step: int) -> VerifyReport:
         return verify(self.path_of(step))

@@ -19,26 +19,28 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch_ckpt._base.checks import names_of
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.files import lies_beneath
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.inspection.verify import VerifyReport, verify
+from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 from torch_ckpt.steps.busy import DELETED_NAME, busy
 from torch_ckpt.steps.remote_files import RemoteFile, RemoteFiles, age, require_staging_room
 from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from typing_extensions import Unpack  # in typing since Python 3.11
 
+    from torch_ckpt.checkpoint.opened import Checkpoint
+    from torch_ckpt.loading.load import LoadArguments
     from torch_ckpt.loading.report import LoadReport
-    from torch_ckpt.options import WriteOptions
     from torch_ckpt.saving.target import Target
 
 #: Age of the newest file, in seconds, after which a step without a marker counts as a leftover.
@@ -164,27 +166,35 @@ class RemoteSteps(StepStore):
             options=options,
         )
 
-    def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:
-        from torch_ckpt.api import load
-        from torch_ckpt.steps.remote_reader import RemoteReader
+    def load(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        options: ReadOptions = DEFAULT_READ_OPTIONS,
+        **arguments: Unpack[LoadArguments],
+    ) -> LoadReport | Checkpoint:
+        from torch_ckpt.api import load_from
+        from torch_ckpt.options import named_options
+        from torch_ckpt.steps.remote_reader import RemoteReader, RemoteSource
 
-        load_options = {name: options.pop(name) for name in names_of(load) & options.keys()}
-        files = self._files.below(step_name(step))
-        reader = RemoteReader(files, self._staging_dir, **options)
+        files, staging = self._files.below(step_name(step)), self._staging_dir
         busy.begin(files.url)
         try:
-            return load(state_dict, storage_reader=reader, **load_options)
+            return load_from(
+                state_dict,
+                lambda: RemoteSource(files, staging, options),
+                lambda: RemoteReader(files, staging, **named_options(options)),
+                **arguments,
+            )
         finally:
             busy.end(files.url)
 
     def metadata(self, step: int) -> Metadata:
-        from torch_ckpt.steps.remote_reader import RemoteReader
+        from torch_ckpt.steps.remote_reader import RemoteSource
 
-        reader = RemoteReader(self._files.below(step_name(step)), self._staging_dir)
-        try:
-            return reader.read_metadata()
-        finally:
-            reader.release()
+        with closing(RemoteSource(self._files.below(step_name(step)), self._staging_dir)) as source:
+            source.open_metadata()
+            return source.metadata()
 
     def verify(self, step: int) -> VerifyReport:
         started = time.perf_counter()

@@ -23,14 +23,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.reader import FileSystemReader
-from torch_ckpt.loading.reading import Reading, location_of
+from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 
 # Size of a request: large enough to hide latency, small enough to keep MOST_REQUESTS in memory.
@@ -39,17 +38,18 @@ _REQUEST_BYTES = 8 << 20
 _Range = tuple[str, int, int]  # file, begin and end
 
 
-class RemoteReader(FileSystemReader):
-    """Reads byte ranges of a checkpoint beneath a URL.
+class RemoteSource(Source):
+    """A checkpoint beneath a URL that is read.
 
     Args:
         files: files of the checkpoint.
         staging_dir: local directory for fetched bytes; None uses the system's temporary directory.
+        options: the options of the reads.
+        transforms: see :class:`Source`.
         wave_bytes: maximum number of bytes to fetch before the engine reads them. A larger record
             is fetched separately.
-        options: passed to :class:`FileSystemReader`.
 
-    Raises (in addition to :class:`FileSystemReader`):
+    Raises (in addition to :class:`Source`):
         FileNotFoundError: the checkpoint, or its marker, does not exist.
         OSError: a request failed (``filename`` is the URL), or the staging directory is full.
     """
@@ -58,11 +58,12 @@ class RemoteReader(FileSystemReader):
         self,
         files: RemoteFiles,
         staging_dir: str | None,
+        options: ReadOptions = DEFAULT_READ_OPTIONS,
+        transforms: Any = None,
         *,
         wave_bytes: int = 1 << 30,
-        **options: Any,
     ) -> None:
-        super().__init__(files.url, **options)
+        super().__init__(files.url, options, transforms)
         self._wave_bytes = wave_bytes
         self._files = files
         self._staging_dir = staging_dir
@@ -72,7 +73,7 @@ class RemoteReader(FileSystemReader):
         self._version: str | None = None
 
     @property
-    def checkpoint_id(self) -> str:
+    def title(self) -> str:
         return self._files.url
 
     @property
@@ -80,28 +81,19 @@ class RemoteReader(FileSystemReader):
         # The checkpoint is not locked, so another save may replace it between two ranks' reads.
         return self._version
 
-    def _refuse_url(self) -> None:
+    def _refuse_url(self, path: str | os.PathLike[str]) -> None:
         """Accepts the URL: the base class reads the local staging directory."""
 
-    def release(self) -> None:
-        super().release()
+    def close(self) -> None:
+        super().close()
         self._end_staging()
-
-    def read_all_but_tensors(self, reading: Reading) -> None:
-        reads = []
-        for item in reading.transformed:
-            info = location_of(item, self.storage_data)
-            name, file = item.storage_index.fqn, info.relative_path
-            reads.append(_core.ObjectRead(name, file, info.offset, info.length))
-        with self._staged_objects(reads):
-            super().read_all_but_tensors(reading)
 
     def read_bytes(self, reads: list[_core.ObjectRead]) -> list[bytes]:
         with self._staged_objects(reads):
             return super().read_bytes(reads)
 
     def read_tensors(self, reads: _C.TensorReads) -> None:
-        plan = reads.fetch_plan(self._tables(), self.options.verify)
+        plan = reads.fetch_plan(self.tables, self.options.verify)
         self._fetch(plan.ends())
         for numbers, ranges in self._waves(plan, self._wave_bytes):
             with self._staged(ranges):
@@ -109,7 +101,7 @@ class RemoteReader(FileSystemReader):
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _metadata_bytes(self, name: str) -> tuple[bytes, str]:
+    def _open(self, name: str) -> tuple[bytes, str]:
         listing = self._files.list()
         for needed in (name, MARKER_NAME):
             if needed not in listing:
@@ -123,7 +115,7 @@ class RemoteReader(FileSystemReader):
                 f"{MAX_METADATA_BYTES} bytes"
             )
         staging = tempfile.mkdtemp(prefix="torch_ckpt-", dir=self._staging_dir)
-        # Use a finalizer, because dcp.load does not notify its reader when it ends.
+        # Use a finalizer, because dcp.load does not notify its reader if it fails.
         self._end_staging = weakref.finalize(self, shutil.rmtree, staging, ignore_errors=True)
         # Progress bars and messages show this name.
         self.path = self._staged_path = Path(staging, os.path.basename(self._files.url))
@@ -131,11 +123,11 @@ class RemoteReader(FileSystemReader):
         data = self._files.read(name)
         self._version = hashlib.sha256(data).hexdigest()
         (self._staged_path / name).write_bytes(data)
-        return super()._metadata_bytes(name)
+        return super()._open(name)
 
-    def _read_metadata(self, rank: int | None) -> tuple[Metadata, _core.CheckpointIndex | None]:
+    def open_metadata(self, rank: int | None = None) -> None:
         with self._errors_with_url():
-            return super()._read_metadata(rank)
+            super().open_metadata(rank)
 
     @contextmanager
     def _errors_with_url(self) -> Iterator[None]:
@@ -157,7 +149,7 @@ class RemoteReader(FileSystemReader):
         return text.replace(str(staged), self._files.url) if staged.name else text
 
     def _waves(self, plan: _core.FetchPlan, max_bytes: int) -> list[tuple[list[int], list[_Range]]]:
-        with self._engine_arguments() as arguments:
+        with self.engine_arguments() as arguments:
             return plan.waves(arguments["directory"], max_bytes)
 
     @contextmanager
@@ -174,7 +166,7 @@ class RemoteReader(FileSystemReader):
         with self._errors_with_url():
             yield
         for file in {file for file, _begin, _end in ranges}:
-            # Free the fetched bytes. After a failure, release() removes the directory.
+            # Free the fetched bytes. After a failure, close() removes the directory.
             os.truncate(self._staged_path / file, 0)
             os.truncate(self._staged_path / file, self._sizes[file])
 
@@ -214,3 +206,30 @@ class RemoteReader(FileSystemReader):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             os.truncate(path, self._sizes[file])
+
+
+class RemoteReader(FileSystemReader):
+    """Reads a checkpoint beneath a URL for ``dcp.load``.
+
+    Args:
+        files, staging_dir: see :class:`RemoteSource`.
+        options: passed to :class:`FileSystemReader`.
+    """
+
+    def __init__(self, files: RemoteFiles, staging_dir: str | None, **options: Any) -> None:
+        super().__init__(files.url, **options)
+        self._files = files
+        self._staging_dir = staging_dir
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self._files.url
+
+    def _is_local(self) -> bool:
+        return True
+
+    def _refuse_url(self) -> None:
+        """Accepts the URL."""
+
+    def _new_source(self) -> Source:
+        return RemoteSource(self._files, self._staging_dir, self.options, self.transforms)

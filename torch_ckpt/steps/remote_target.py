@@ -75,7 +75,7 @@ class RemoteStepTarget(DirectoryTarget):
     ) -> None:
         # Staged files need not survive a power failure.
         Target.__init__(self, files.url, dataclasses.replace(options, sync_files=False))
-        self._directory = self._lease = None
+        self._directory = self._own_rank = self.lease = None
         self._files = files
         self._step = step
         self._staging_dir = staging_dir

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch_ckpt.checkpoint.marker import epoch_of
 from torch_ckpt.checkpoint.step_names import STEP_NAME
 from torch_ckpt.errors import RootInUse
+from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from typing_extensions import Unpack  # in typing since Python 3.11
 
+    from torch_ckpt.checkpoint.opened import Checkpoint
     from torch_ckpt.inspection.verify import VerifyReport
+    from torch_ckpt.loading.load import LoadArguments
     from torch_ckpt.loading.report import LoadReport
-    from torch_ckpt.options import WriteOptions
     from torch_ckpt.saving.target import Target
     from torch_ckpt.steps.root_lease import Lease, ObservedLease
 
@@ -221,12 +224,18 @@ class StepStore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:
+    def load(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        options: ReadOptions = DEFAULT_READ_OPTIONS,
+        **arguments: Unpack[LoadArguments],
+    ) -> LoadReport | Checkpoint:
         """Loads a step, as :func:`torch_ckpt.load` does. All ranks must call this method.
 
         Args:
             step: step number.
-            state_dict, options: passed to :func:`torch_ckpt.load`.
+            state_dict, options, arguments: passed to :func:`torch_ckpt.load`.
 
         Returns, raises: see :func:`torch_ckpt.load`.
         """

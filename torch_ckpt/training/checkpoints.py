@@ -19,10 +19,12 @@ from torch_ckpt.training.file_operations import StrPath, join
 # The functions import the engine when called, so that importing this package does not.
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.checkpoint.planner import LoadPlanner
     from typing_extensions import Never  # in typing since Python 3.11
 
-    from torch_ckpt.loading.report import LoadReport
-    from torch_ckpt.options import WriteOptions
+    from torch_ckpt.loading.renaming import Rename
+    from torch_ckpt.loading.report import LoadReport, Names
+    from torch_ckpt.options import ReadOptions, WriteOptions
     from torch_ckpt.steps import StepStore
 
 _TIMEOUT_SECONDS = 300.0
@@ -94,7 +96,7 @@ def save_checkpoint(
     from torch_ckpt.steps import open_steps, step_name
 
     if removed:
-        refuse_options(save_checkpoint, removed)
+        refuse_options(save_checkpoint, removed, options=WriteOptions)
     options = options or WriteOptions()
     if max_io_threads is not None:
         if options.thread_count is not None:
@@ -141,7 +143,12 @@ def load_checkpoint_if_it_exists(
     staging_dir: StrPath | None = None,
     max_io_threads: int | None = None,
     strict: bool = True,
-    **load_options: Any,
+    names: Names = None,
+    rename: Rename = None,
+    free_before_read: bool = False,
+    planner: LoadPlanner | None = None,
+    options: ReadOptions | None = None,
+    **removed: Never,
 ) -> int:
     """Loads the newest complete step into the state, in place.
 
@@ -161,7 +168,8 @@ def load_checkpoint_if_it_exists(
             means 8.
         strict: require that the step has every name in the state, with the same shape and dtype. If
             False, load only the names whose shapes match, and convert dtypes.
-        load_options: options of :func:`torch_ckpt.load`.
+        names, rename, free_before_read, planner, options: see :func:`torch_ckpt.load`.
+        removed: no keyword; the error for a former one names what replaces it.
 
     Returns:
         The step number, or 0 if there is no complete step. In that case, the state is unchanged.
@@ -183,11 +191,21 @@ def load_checkpoint_if_it_exists(
     """
     from torch_ckpt._base.formatting import some_of
     from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture
+    from torch_ckpt.loading.report import LoadReport
+    from torch_ckpt.options import ReadOptions, refuse_options
     from torch_ckpt.ranks.collective_call import CollectiveCall
     from torch_ckpt.state.app_state import AppState
     from torch_ckpt.steps import open_steps
 
-    options = _with_threads(load_options, max_io_threads)
+    if removed:
+        refuse_options(load_checkpoint_if_it_exists, removed, options=ReadOptions)
+    options = options or ReadOptions()
+    if max_io_threads is not None:
+        if options.thread_count is not None:
+            raise ValueError(
+                "max_io_threads and thread_count are the same option; pass one of them"
+            )
+        options = dataclasses.replace(options, thread_count=max_io_threads)
     opened: list[StepStore] = []
 
     def list_steps() -> tuple[int | None, str, list[str]]:
@@ -212,15 +230,26 @@ def load_checkpoint_if_it_exists(
         warned.append(f"{directory}: {mixture}")
     if newest is not None:
         [steps] = opened
-        reports: list[LoadReport | None] = []
+        reports: list[LoadReport] = []
 
         def load(target: dict[str, Any]) -> None:
-            options["strict"] = "dtypes" if strict else False
-            arguments = {"process_group": process_group, "timeout": timeout, **options}
-            reports.append(steps.load(newest, target, **arguments))
+            report = steps.load(
+                newest,
+                target,
+                options=options,
+                planner=planner,
+                process_group=process_group,
+                strict="dtypes" if strict else False,
+                names=names,
+                rename=rename,
+                free_before_read=free_before_read,
+                timeout=timeout,
+            )
+            # With a planner, there is no comparison.
+            reports.append(report if isinstance(report, LoadReport) else LoadReport())
 
         AppState(state).restore(load, call=_LOAD, process_group=process_group, timeout=timeout)
-        if load_options.get("names") is None:
+        if names is None:
             # Only names that no rank has: each pipeline stage lacks the names of the other stages.
             with CollectiveCall(_LOAD, process_group, timeout) as call:
                 unused: list[str] = call.agree(
@@ -244,32 +273,20 @@ def load_checkpoint_if_it_exists(
     return newest or 0
 
 
-def _unused_names(report: LoadReport | None, state: dict[str, Any]) -> set[str]:
+def _unused_names(report: LoadReport, state: dict[str, Any]) -> set[str]:
     """Returns names that only the checkpoint has, excluding other ranks' per-rank values."""
-    names = report.unexpected if report is not None else ()
     return {
         name
-        for name in names
+        for name in report.unexpected
         if not ((per_rank := _PER_RANK_NAME.fullmatch(name)) and per_rank.group(1) in state)
     }
 
 
-def _converted_tensors(report: LoadReport | None) -> list[str]:
+def _converted_tensors(report: LoadReport) -> list[str]:
     """Returns the converted tensors, except those that the reader has already warned about."""
-    if report is None:
-        return []
     narrowed = set(report.narrowed)
     return [
         f"{name} (from {stored} to {loaded})"
         for name, stored, loaded in report.dtypes
         if name not in narrowed
     ]
-
-
-def _with_threads(options: dict[str, Any], max_io_threads: int | None) -> dict[str, Any]:
-    """Adds ``max_io_threads`` to the options under the engine's name for it, ``thread_count``."""
-    if max_io_threads is None:
-        return options
-    if "thread_count" in options:
-        raise ValueError("max_io_threads and thread_count are the same option; pass one of them")
-    return {**options, "thread_count": max_io_threads}

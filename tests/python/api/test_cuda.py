@@ -163,7 +163,7 @@ def test_every_kind_of_tensor_is_loaded_to_the_device(tmp_path: Path, verify: bo
     torch_ckpt.save(expected, tmp_path)
     found = targets_like(expected)
     found["with gaps"] = torch.zeros_like(expected["large"])[:, ::3]
-    torch_ckpt.load(found, tmp_path, verify=verify)
+    torch_ckpt.load(found, tmp_path, options=torch_ckpt.ReadOptions(verify=verify))
     assert_equals(found, expected)
 
 

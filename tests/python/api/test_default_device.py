@@ -63,14 +63,18 @@ def test_a_save_writes_the_same_values(tmp_path: Path, save: str, default: str) 
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("options", [{}, {"free_before_read": True}, {"zero_fill": True}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"free_before_read": True}, {"options": torch_ckpt.ReadOptions(zero_fill=True)}],
+    ids=["", "free_before_read", "zero_fill"],
+)
 def test_a_load_reads_the_same_values(
-    tmp_path: Path, options: dict[str, Any], default: str
+    tmp_path: Path, arguments: dict[str, Any], default: str
 ) -> None:
     torch_ckpt.save(state_of(1), tmp_path)
     loaded = state_of(2)
     with DEFAULTS[default]():
-        torch_ckpt.load(loaded, tmp_path, **options)
+        torch_ckpt.load(loaded, tmp_path, **arguments)
         assert torch_ckpt.verify(tmp_path).ok
         assert torch_ckpt.diff(tmp_path, tmp_path).equal
     assert_equal(loaded, state_of(1))

@@ -111,7 +111,7 @@ def test_a_tensor_in_an_object_is_named_if_the_object_cannot_be_saved(
         assert "part.1.culprit: " in str(error)  # noqa: PT017
     else:
         stored: dict[str, Any] = {"part": None}
-        torch_ckpt.load(stored, tmp_path / "c", allow_pickle=True)
+        torch_ckpt.load(stored, tmp_path / "c", options=torch_ckpt.ReadOptions(allow_pickle=True))
         assert type(stored["part"][1]["culprit"]) is type(value)
 
 

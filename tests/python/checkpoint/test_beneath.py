@@ -28,7 +28,6 @@ from tests.support import (
     place_of,
     save,
 )
-from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
 from torch_ckpt.errors import Corrupt, Unsafe
@@ -178,7 +177,7 @@ def test_the_directory_is_locked_from_the_metadata_to_the_data(tmp_path: Path) -
         seen.clear()
 
 
-@pytest.mark.parametrize("how", ["reset", "release", "drop", "read another"])
+@pytest.mark.parametrize("how", ["reset", "drop", "read another"])
 def test_a_reader_that_reads_no_data_releases_the_directory(tmp_path: Path, how: str) -> None:
     for name in ("one", "two"):
         save(STATE, tmp_path / name)
@@ -188,9 +187,6 @@ def test_a_reader_that_reads_no_data_releases_the_directory(tmp_path: Path, how:
     match how:
         case "reset":
             reader.reset()
-        case "release":
-            reader.release()
-            reader.release()
         case "drop":
             del reader
         case "read another":
@@ -204,11 +200,11 @@ def test_a_reader_with_metadata_from_elsewhere_opens_the_directory(tmp_path: Pat
     save(STATE, tmp_path)
     metadata = torch_ckpt.FileSystemReader(tmp_path).read_metadata()
     reader = torch_ckpt.FileSystemReader(tmp_path)
-    reader.set_up_for_load(0, metadata)
-    place = place_of(metadata, "note")
-    read = _core.ObjectRead("note", place.relative_path, place.offset, place.length)
-    (data,) = reader.read_bytes([read])
-    assert b"the quick brown fox" in data
+    planner, state = dcp.DefaultLoadPlanner(), emptied(STATE)
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    assert_equal(state, STATE)
     assert not is_in_use(tmp_path)
 
 

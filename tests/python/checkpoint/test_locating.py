@@ -62,9 +62,9 @@ def test_a_load_accepts_a_step_and_a_root_for_its_newest_step(
 def test_a_reused_reader_finds_the_newest_step_again(root: Path) -> None:
     reader = torch_ckpt.FileSystemReader(root)
     state = {"w": torch.zeros(5, 3)}
-    torch_ckpt.load(state, storage_reader=reader, no_dist=True)
+    dcp.load(state, storage_reader=reader, no_dist=True)
     saved(LocalSteps(root), 41, 41.0)
-    torch_ckpt.load(state, storage_reader=reader, no_dist=True)
+    dcp.load(state, storage_reader=reader, no_dist=True)
     assert state["w"][0, 0] == 41.0
 
 

@@ -267,7 +267,7 @@ def test_an_accepted_damaged_program_leaves_the_process_unchanged(protocol: int)
 def test_a_name_that_is_not_allowed_is_unsafe_and_quoted(program: bytes, name: str) -> None:
     message = (
         f"^here: the metadata names {name}, which is not on the allow-list for metadata; "
-        "pass allow_pickle=True .*only if you trust the writer$"
+        r"pass ReadOptions\(allow_pickle=True\) .*only if you trust the writer$"
     )
     with pytest.raises(Unsafe, match=message):
         decode_metadata(PROTO + program, "here")

@@ -385,7 +385,9 @@ def test_a_trusted_writers_objects_are_unpickled_as_by_torch(tmp_path: Path, our
     save({"own": Own(3)}, tmp_path)
     state: dict[str, Any] = {"own": None}
     if ours:
-        torch_ckpt.load(state, tmp_path, allow_pickle=True, no_dist=True)
+        torch_ckpt.load(
+            state, tmp_path, options=torch_ckpt.ReadOptions(allow_pickle=True), no_dist=True
+        )
     else:
         load(state, tmp_path, allow_pickle=True)
     assert state == {"own": Own(3)}

@@ -35,8 +35,9 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt._base.progress import Progress
+from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.inspection.stored_tensors import StoredTensors, split_into_boxes
+from torch_ckpt.inspection.boxes import split_into_boxes
 
 MIB = 1 << 20
 
@@ -280,18 +281,18 @@ def test_large_tensors_are_compared_in_parts(tmp_path: Path) -> None:
 def test_the_values_of_a_wave_are_freed_before_the_next_one_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_boxes = StoredTensors.read_boxes
+    read_boxes = Checkpoint.read_boxes
     parts: list[weakref.ref[torch.Tensor]] = []
     held: list[int] = []
 
-    def watched(stored: StoredTensors, boxes: Any) -> list[torch.Tensor]:
+    def watched(stored: Checkpoint, boxes: Any) -> list[torch.Tensor]:
         read = read_boxes(stored, boxes)
         parts.extend(map(weakref.ref, read))
         alive = [part for reference in parts if (part := reference()) is not None]
         held.append(sum(part.nbytes for part in alive))
         return read
 
-    monkeypatch.setattr(StoredTensors, "read_boxes", watched)
+    monkeypatch.setattr(Checkpoint, "read_boxes", watched)
     state = {"t": torch.zeros(24 * MIB, dtype=torch.uint8)}
     assert compared(tmp_path, state, state, max_inflight_bytes=8 * MIB).equal
     # Half of the limit is for values; the rest is for the reads and the comparison.

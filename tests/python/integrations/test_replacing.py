@@ -405,7 +405,7 @@ def test_options_of_the_writer_override_megatrons_arguments_and_keep_the_signatu
 def test_options_of_the_reader_reach_it(packages: Packages, tmp_path: Path) -> None:
     install(reader={"allow_pickle": True})
     reader = strategy("cached_metadata_filesystem_reader").CachedMetadataFileSystemReader
-    assert reader(tmp_path).allow_pickle
+    assert reader(tmp_path).options.allow_pickle
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -28,7 +30,9 @@ from tests.loads import (
     refusal,
     save,
 )
+from tests.metadata import read_metadata
 from tests.support import StateDict, assert_equal, pairwise, random_tensor
+from torch_ckpt.checkpoint.metadata import encode_metadata
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.loading.zero_fill import GrowingSize
 
@@ -143,13 +147,15 @@ def test_a_target_of_another_shape_is_refused(
 def test_truncated_and_zero_filled_tensors_are_reported(tmp_path: Path) -> None:
     save({"t": torch.ones(3, 3), "u": torch.ones(3, 3)}, tmp_path)
     state = {"t": torch.ones(2, 3), "u": torch.ones(2, 4)}
-    report = torch_ckpt.preflight(state, tmp_path, allow_shape_mismatch=True)
+    report = torch_ckpt.preflight(
+        state, tmp_path, options=torch_ckpt.ReadOptions(allow_shape_mismatch=True)
+    )
     assert report.fits
     assert [name for name, _stored, _wanted in report.truncated] == ["t", "u"]
     assert [name for name, _stored, _wanted in report.grown] == ["u"]
     assert "2 smaller than stored:\n  t: stored [3, 3], wanted [2, 3]" in str(report)
     state = {"t": torch.ones(5, 3), "u": torch.ones(3, 3)}
-    report = torch_ckpt.preflight(state, tmp_path, zero_fill=True)
+    report = torch_ckpt.preflight(state, tmp_path, options=torch_ckpt.ReadOptions(zero_fill=True))
     assert report.fits
     assert report.grown == [("t", torch.Size([3, 3]), torch.Size([5, 3]))]
     assert "t: stored [3, 3], wanted [5, 3]" in str(report)
@@ -246,7 +252,15 @@ def test_a_duplicate_shard_does_not_replace_a_missing_one(
     save({"t": distribute_tensor(torch.ones(4, 3), one_rank_mesh, [Shard(0)])}, path)
     # The shards have as many elements as the tensor, but none of the last row.
     places = [((0, 0), (3, 2)), ((0, 1), (3, 2))]
-    change_metadata(path, lambda stored: setattr(stored, "chunks", chunks(places)))
+    metadata = read_metadata(path)
+    metadata.state_dict_metadata["t"].chunks = chunks(places)
+    [location] = metadata.storage_data.values()
+    half = location.length // 2
+    metadata.storage_data = {
+        MetadataIndex("t", torch.Size(offsets)): replace(location, offset=half * i, length=half)
+        for i, (offsets, _) in enumerate(places)
+    }
+    (path / ".metadata").write_bytes(encode_metadata(metadata))
     target = torch.full((4, 3), 7.0)
     state = {"t": distribute_tensor(target, one_rank_mesh, [Shard(0)]) if sharded else target}
     cause = refusal(lambda: loader(state, path))

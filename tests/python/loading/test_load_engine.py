@@ -23,8 +23,9 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt import _core
-from torch_ckpt.checkpoint.read_options import ReadOptions
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import Corrupt, Unsafe
+from torch_ckpt.options import ReadOptions
 
 
 def test_lack_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:
@@ -39,7 +40,9 @@ def test_lack_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:
                 [_core.ObjectRead("object", "a", 0, large)],
                 directory=_core.Directory(tmp_path),
                 tables={},
-                options=ReadOptions(1, 2 * large, direct_io=False, verify=False),
+                options=ReadOptions(
+                    thread_count=1, max_inflight_bytes=2 * large, direct_io=False, verify=False
+                ),
             )
 
     in_fork(work)
@@ -132,14 +135,13 @@ def test_a_target_with_overlapping_elements_is_refused(tmp_path: Path) -> None:
 
 def memory_of_an_object(path: Path) -> int:
     """Returns the bytes that reading the object needs."""
-    reader = torch_ckpt.FileSystemReader(path)
-    metadata = reader.read_metadata()
-    reader.set_up_for_load(0, metadata)
-    (place,) = metadata.storage_data.values()
+    source = Source(path)
+    source.open()
+    (place,) = source.metadata().storage_data.values()
     reset_peak_memory()
     before = process_memory("VmRSS")
     read = _core.ObjectRead("note", place.relative_path, place.offset, place.length)
-    (data,) = reader.read_bytes([read])
+    (data,) = source.read_bytes([read])
     stream = io.BytesIO(data)
     assert stream.seek(0, io.SEEK_END) > 0
     return process_memory("VmHWM") - before

@@ -47,10 +47,14 @@ def memory_of_a_load(path: Path, limit: int, free: bool) -> tuple[int, ReadMemor
         "converted": torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16),
     }
     torch_ckpt.load({"small": torch.ones(3)}, path, names=["small"])
-    estimate = torch_ckpt.estimate_read_memory(state, path, max_inflight_bytes=limit)
+    estimate = torch_ckpt.estimate_read_memory(
+        state, path, options=torch_ckpt.ReadOptions(max_inflight_bytes=limit)
+    )
     reset_peak_memory()
     before = process_memory("VmRSS")
-    torch_ckpt.load(state, path, max_inflight_bytes=limit, free_before_read=free)
+    torch_ckpt.load(
+        state, path, options=torch_ckpt.ReadOptions(max_inflight_bytes=limit), free_before_read=free
+    )
     growth = process_memory("VmHWM") - before
     right = all(torch.equal(t, torch.full_like(t, i)) for i, t in enumerate(state.values(), 2))
     return growth, estimate, right
@@ -323,8 +327,10 @@ def memory_that_loads_keep(path: Path, way: str) -> int:
     real = torch.ones(3000, 4000)
     target = torch.complex(real, real).conj() if way == "conjugated" else real._neg_view()
     torch_ckpt.save({"t": target.clone()}, path)
-    torch_ckpt.load({"t": target}, path, max_inflight_bytes=2 * MIB)
+    torch_ckpt.load({"t": target}, path, options=torch_ckpt.ReadOptions(max_inflight_bytes=2 * MIB))
     before = process_memory("VmRSS")
     for _ in range(3):
-        torch_ckpt.load({"t": target}, path, max_inflight_bytes=2 * MIB)
+        torch_ckpt.load(
+            {"t": target}, path, options=torch_ckpt.ReadOptions(max_inflight_bytes=2 * MIB)
+        )
     return process_memory("VmRSS") - before

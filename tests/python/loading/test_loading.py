@@ -199,9 +199,10 @@ def test_a_planner_excludes_our_options(stored: Path, options: Any) -> None:
         load({}, stored, planner=dcp.DefaultLoadPlanner(), **options)
 
 
-def test_a_load_by_a_planner_has_no_report(stored: Path) -> None:
+def test_a_load_by_a_planner_returns_the_checkpoint(stored: Path) -> None:
     state = emptied(STORED)
-    assert load(state, stored, planner=dcp.DefaultLoadPlanner()) is None
+    checkpoint = load(state, stored, planner=dcp.DefaultLoadPlanner())
+    assert checkpoint.path == str(stored)
     assert_equal(state, STORED)
 
 

@@ -54,11 +54,3 @@ def test_a_plan_of_torch_is_described_by_its_tensors(tmp_path: Path) -> None:
     torch_ckpt.save({"w": torch.zeros(100, 10), "n": 3}, tmp_path)
     assert items_of(tmp_path, 100).bytes == 4 * 100 * 10
     assert items_of(tmp_path, 100) == items_of(tmp_path, 100)
-
-
-def test_a_reader_forgets_the_decision_with_the_next_load(tmp_path: Path) -> None:
-    torch_ckpt.save({"w": torch.zeros(100)}, tmp_path)
-    reader = torch_ckpt.FileSystemReader(tmp_path)
-    reader.shares_bytes = True
-    torch_ckpt.load({"w": torch.ones(100)}, storage_reader=reader)
-    assert not reader.shares_bytes

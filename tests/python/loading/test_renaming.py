@@ -49,7 +49,8 @@ def test_renamed_values_are_loaded(saved: Path, rename: Any, free: bool) -> None
 def test_a_generator_of_pairs_renames_zero_filled_values(saved: Path, option: str) -> None:
     state = {"model": {"encoder": {"w": torch.ones(6)}}}
     pairs = zip(["encoder.*", "step"], ["model.encoder.*", "count"], strict=True)
-    torch_ckpt.load(state, saved, rename=pairs, **{option: True})
+    options = torch_ckpt.ReadOptions(**{option: True})
+    torch_ckpt.load(state, saved, rename=pairs, options=options)
     assert_equal(state["model"]["encoder"]["w"], torch.tensor([0.0, 1.0, 2.0, 3.0, 0.0, 0.0]))
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
-import torch_ckpt
 from tests.support import bytes_of, random_tensor, save, stock_save
+from torch_ckpt.checkpoint.reading import Reading
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.loading import shared_reads
-from torch_ckpt.loading.reader import FileSystemReader
-from torch_ckpt.loading.reading import Reading
+from torch_ckpt.loading.load import Load
 from torch_ckpt.loading.shared_reads import _batches, _choose_owners, _digests
+from torch_ckpt.options import ReadOptions
 
 Plan = list[tuple[bytes | None, int]]
 
@@ -66,15 +66,9 @@ def test_batches_contain_all_bytes_in_order_within_the_limit(seed: int) -> None:
     assert sent == b"".join(bytes_of(tensor) for tensor in tensors), f"seed {seed}"
 
 
-def reading_of(
-    path: Path, target: torch.Tensor, **options: bool
-) -> tuple[FileSystemReader, Reading]:
-    reader = torch_ckpt.FileSystemReader(path, **options)
-    metadata = reader.read_metadata()
-    reader.set_up_for_load(0, metadata)
-    planner = dcp.DefaultLoadPlanner()
-    planner.set_up_planner({"t": target}, metadata, True)
-    return reader, reader.reading(planner, planner.create_local_plan().items)
+def reading_of(path: Path, target: torch.Tensor, **options: bool) -> tuple[Source, Reading]:
+    source = Source(path, ReadOptions(**options))
+    return source, Load(source).match({"t": target}).reading
 
 
 @pytest.mark.parametrize(
@@ -88,18 +82,18 @@ def test_only_records_that_are_verified_in_parts_are_cut(
     assert callable(saver)
     saver({"t": tensor}, tmp_path)
     target = torch.zeros(100, 1000)
-    reader, reading = reading_of(tmp_path, target, verify=verify)
-    reading.tensors.split(40_000, reader.verifies_parts())
+    source, reading = reading_of(tmp_path, target, verify=verify)
+    reading.tensors.split(40_000, source.verifies_parts())
     assert len(reading.tensors) == parts
-    reader.read(reading)
+    source.read(reading)
     assert bytes_of(target) == bytes_of(tensor)
 
 
 def test_a_tensor_with_at_most_one_row_is_not_cut(tmp_path: Path) -> None:
     for number, shape in enumerate([(), (1, 500), (0, 5)]):
         save({"t": random_tensor(shape, torch.float32)}, tmp_path / str(number))
-        reader, reading = reading_of(tmp_path / str(number), torch.zeros(shape))
-        reading.tensors.split(1, reader.verifies_parts())
+        source, reading = reading_of(tmp_path / str(number), torch.zeros(shape))
+        reading.tensors.split(1, source.verifies_parts())
         assert len(reading.tensors) <= 1
 
 
@@ -116,7 +110,7 @@ def test_targets_with_other_bytes_than_the_record_share_no_read(
     tmp_path: Path, target: torch.Tensor
 ) -> None:
     save({"t": torch.ones(5, 4)}, tmp_path)
-    _reader, reading = reading_of(tmp_path, target)
+    _source, reading = reading_of(tmp_path, target)
     assert [digest for digest, _size in _digests(b"one", list(reading.tensors))] == [None]
 
 
@@ -124,7 +118,7 @@ def test_items_for_different_memory_have_the_same_digest(tmp_path: Path) -> None
     save({"t": torch.ones(5, 4)}, tmp_path)
     digests = []
     for target in (torch.zeros(5, 4), torch.ones(5, 4), torch.zeros(5, 4).double()):
-        _reader, reading = reading_of(tmp_path, target)
+        _source, reading = reading_of(tmp_path, target)
         digests += [digest for digest, _size in _digests(b"one", list(reading.tensors))]
     assert digests[0] == digests[1] != digests[2]
     assert None not in digests
@@ -136,16 +130,9 @@ def test_the_same_locations_in_two_checkpoints_have_different_digests(tmp_path: 
     for name in ("one", "two", "one"):
         if not (tmp_path / name).exists():
             save({"t": torch.ones(5, 4)}, tmp_path / name)
-        reader, reading = reading_of(tmp_path / name, torch.zeros(5, 4), read_once=True)
-        digests += _digests(reader.identity, list(reading.tensors))
+        source, reading = reading_of(tmp_path / name, torch.zeros(5, 4), read_once=True)
+        digests += _digests(source.identity, list(reading.tensors))
     assert digests[0] == digests[2] != digests[1]
-
-
-def test_reads_with_metadata_from_elsewhere_are_not_shared(tmp_path: Path) -> None:
-    save({"t": torch.ones(5, 4)}, tmp_path)
-    reader, reading = reading_of(tmp_path, torch.zeros(5, 4), read_once=True)
-    reader.set_up_for_load(0, torch_ckpt.FileSystemReader(tmp_path).read_metadata())
-    assert _digests(reader.identity, list(reading.tensors)) == [(None, 80)]
 
 
 @pytest.mark.parametrize(

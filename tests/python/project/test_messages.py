@@ -25,6 +25,7 @@ from torch_ckpt.megatron import AsyncCallsQueue, FileSystemWriterAsync
 WRITER = options_of(torch_ckpt.FileSystemWriter)
 READER = options_of(torch_ckpt.FileSystemReader)
 WRITE = names_of(torch_ckpt.WriteOptions)
+READ = names_of(torch_ckpt.ReadOptions)
 SAFETENSORS = names_of(torch_ckpt.Safetensors)
 
 #: The options that a user can pass, by the function or class that accepts them.
@@ -34,15 +35,15 @@ ACCEPTED = {
     "save of safetensors": names_of(torch_ckpt.save) | WRITE | SAFETENSORS,
     "FileSystemWriter": WRITER,
     "FileSystemReader": READER,
-    "load": LOAD_OPTIONS,
-    "preflight": names_of(torch_ckpt.preflight) | READER,
+    "load": LOAD_OPTIONS | READ,
+    "preflight": names_of(torch_ckpt.preflight) | READ,
     "convert": names_of(torch_ckpt.convert),
     "Export": names_of(torch_ckpt.Export),
-    "CheckpointManager": names_of(CheckpointManager) | WRITE,
+    "CheckpointManager": names_of(CheckpointManager) | WRITE | READ,
     "CheckpointManager.save": names_of(CheckpointManager.save),
     "CheckpointManager.restore": names_of(CheckpointManager.restore),
     "training.save_checkpoint": names_of(training.save_checkpoint) | WRITE,
-    "training.load_checkpoint_if_it_exists": LOAD_OPTIONS,
+    "training.load_checkpoint_if_it_exists": LOAD_OPTIONS | READ,
     "TorchCkptIO": names_of(lightning.TorchCkptIO) | WRITE,
     "AsyncCallsQueue": names_of(AsyncCallsQueue) | names_of(AsyncCallsQueue.close),
     "maybe_finalize_async_calls": names_of(AsyncCallsQueue.maybe_finalize_async_calls),
@@ -53,7 +54,7 @@ ACCEPTED = {
 SAVES = ["save", "async_save", "CheckpointManager", "training.save_checkpoint"]
 LOADS = ["load", "CheckpointManager.restore", "training.load_checkpoint_if_it_exists"]
 #: Parts of messages that name another place for an option than the function that was called.
-ELSEWHERE = ("to a CheckpointManager: load_options={", "FileSystemReader(allow_pickle=True)")
+ELSEWHERE = ("to a FileSystemReader: allow_pickle", "FileSystemReader(allow_pickle=True)")
 
 #: The functions whose callers read the messages with an option, by file and option.
 SURFACES: dict[tuple[str, str], list[str]] = {
@@ -69,8 +70,6 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/conversion/convert.py", "tensors_only"): ["convert"],
     ("torch_ckpt/conversion/target_directory.py", "overwrite"): ["convert"],
     ("torch_ckpt/conversion/torch_source.py", "allow_pickle"): ["convert"],
-    ("torch_ckpt/checkpoint/objects.py", "load_options"): ["CheckpointManager"],
-    ("csrc/index/checkpoint_index.cpp", "load_options"): ["CheckpointManager"],
     ("torch_ckpt/integrations/lightning.py", "async_saves"): ["TorchCkptIO"],
     ("torch_ckpt/integrations/lightning.py", "options"): ["TorchCkptIO"],
     ("torch_ckpt/loading/load.py", "names"): LOADS,
@@ -96,7 +95,6 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/saving/replica_check.py", "check_replicas"): ["save", "CheckpointManager"],
     ("torch_ckpt/saving/save_state.py", "device"): ["to_empty"],
     ("torch_ckpt/saving/target.py", "overwrite"): SAVES[:3],
-    ("torch_ckpt/saving/writer.py", "overwrite"): ["FileSystemWriter"],
     ("torch_ckpt/state/app_state.py", "device"): ["to_empty"],
     ("torch_ckpt/state/load_session.py", "free_before_read"): ["load"],
     ("torch_ckpt/state/load_session.py", "rename"): LOADS,

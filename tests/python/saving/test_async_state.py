@@ -171,7 +171,7 @@ def test_objects_that_hold_tensors_are_copied_during_the_call(tmp_path: Path, he
     held.open()
     handle.result()
     loaded: StateDict = {"pair": None}
-    torch_ckpt.load(loaded, tmp_path / "c", allow_pickle=True)
+    torch_ckpt.load(loaded, tmp_path / "c", options=torch_ckpt.ReadOptions(allow_pickle=True))
     assert_equal(loaded, {"pair": Pair(torch.ones(3), 1)})
 
 
@@ -365,5 +365,5 @@ def test_the_writer_pickles_after_staging(tmp_path: Path) -> None:
     writer.stage(everything())
     copy = pickle.loads(pickle.dumps(writer))
     dcp_save({"t": torch.ones(3)}, storage_writer=copy, no_dist=True)
-    assert copy.background == Background(nice=3)
+    assert copy.options.background == Background(nice=3)
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})

@@ -27,10 +27,12 @@ from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import encode_metadata
 from torch_ckpt.errors import Corrupt, Unsafe
 from torch_ckpt.options import WriteOptions
+from torch_ckpt.ranks.group import RankGroup
+from torch_ckpt.state.load_session import load
 from torch_ckpt.steps import MARKER_NAME
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.remote_files import _callback
-from torch_ckpt.steps.remote_reader import RemoteReader
+from torch_ckpt.steps.remote_reader import RemoteSource
 
 
 def bytes_read(part: str = ".distcp") -> int:
@@ -93,9 +95,9 @@ PARTS = {
 
 
 def read_part(steps: RemoteSteps, name: str, part: Part) -> torch.Tensor:
-    reader = RemoteReader(steps._files.below("0000000001"), None)
-    metadata = reader.read_metadata()
-    reader.set_up_for_load(0, metadata)
+    source = RemoteSource(steps._files.below("0000000001"), None)
+    source.open()
+    metadata = source.metadata()
     info = metadata.storage_data[MetadataIndex(name, [0] * part.tensor.dim())]
     stored = metadata.state_dict_metadata[name]
     target = torch.zeros(part.lengths, dtype=part.tensor.dtype)
@@ -103,8 +105,8 @@ def read_part(steps: RemoteSteps, name: str, part: Part) -> torch.Tensor:
     place = (info.relative_path, info.offset, info.length)
     kind = (stored.properties.dtype, stored.size)
     reads.add(name, *place, *kind, part.offsets, part.lengths, target)
-    reader.read_tensors(reads)
-    reader.release()
+    source.read_tensors(reads)
+    source.close()
     return target
 
 
@@ -169,7 +171,13 @@ def test_a_load_in_waves_gets_all_and_frees_its_files(flaky: RemoteSteps, stagin
 
     target = {name: torch.zeros(1 << 19, dtype=torch.uint8) for name in layers}
     with hooked(look):
-        flaky.load(1, target, no_dist=True, wave_bytes=1 << 20)
+        load(
+            target,
+            lambda: RemoteSource(
+                flaky._files.below("0000000001"), str(staging), wave_bytes=1 << 20
+            ),
+            RankGroup.of(None, no_dist=True),
+        )
     assert_equal(target, layers)
     assert most < 2 << 20
 

@@ -15,8 +15,8 @@ import torch_ckpt
 from tests.remote_stores import hooked_url
 from tests.support import assert_equal, cause_of, data_files, random_tensor
 from torch_ckpt import CheckpointManager
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import CheckpointError, LoadMismatch
-from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.steps import open_steps
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
@@ -301,7 +301,9 @@ def test_options_reach_the_writer_and_the_reader(directory: str) -> None:
     files = {info.relative_path for info in open_steps(directory).metadata(1).storage_data.values()}
     assert len(files) == 2
     state = blank()
-    load_checkpoint_if_it_exists(directory, state, names=["w"], thread_count=1)
+    load_checkpoint_if_it_exists(
+        directory, state, names=["w"], options=torch_ckpt.ReadOptions(thread_count=1)
+    )
     assert_equal(state, {"w": state_of(1)["w"], "seed": -1})
 
 
@@ -309,14 +311,14 @@ def test_max_io_threads_reaches_the_writer_and_the_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    read = FileSystemReader.open
+    read = Source.open
 
-    def recorded(self: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
-        counts.append(self.options.threads)
+    def recorded(self: Source, *args: Any, **kwargs: Any) -> Any:
+        counts.append(self.options.thread_count)
         return read(self, *args, **kwargs)
 
-    # The reader is created within the call, so its arguments are visible only here.
-    monkeypatch.setattr(FileSystemReader, "open", recorded)
+    # The source is created within the call, so its arguments are visible only here.
+    monkeypatch.setattr(Source, "open", recorded)
     state = {str(i): torch.ones(4) for i in range(4)}
     for number in (1, 2):
         save_checkpoint(tmp_path, number, state, max_io_threads=number)

@@ -33,7 +33,7 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Source(ABC):
+class Input(ABC):
     """A model in one of the supported formats. Not thread-safe; ``close()`` closes the files.
 
     Attributes:

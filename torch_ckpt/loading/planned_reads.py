@@ -1,17 +1,14 @@
-"""The reads of one rank, and the calls of torch's planners that find their targets."""
+"""The reads of a load that one of torch's planners has planned, for ``dcp.load``."""
 
 from __future__ import annotations
 
 import io
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
+import torch.distributed as dist
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -23,48 +20,42 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from torch_ckpt import _C, _core
+from torch_ckpt import _core
+from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.chunks import require_cover
 from torch_ckpt.checkpoint.files import lies_beneath, outside
 from torch_ckpt.checkpoint.objects import decode
-from torch_ckpt.errors import Corrupt
-from torch_ckpt.loading.zero_fill import writable
-
-T = TypeVar("T")
+from torch_ckpt.checkpoint.reading import Reading
+from torch_ckpt.checkpoint.source import Source
+from torch_ckpt.errors import CheckpointError, Corrupt
+from torch_ckpt.loading.page_cache import RankReads
+from torch_ckpt.loading.shared_reads import read_alone, read_once
+from torch_ckpt.loading.zero_fill import zero_what_is_not_stored
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass
-class Reading:
-    """The reads of one rank.
+class PlannedReading(Reading):
+    """The reads of one rank that a planner of torch, or one of its kind, has planned. The target of
+    an object is an item of the planner.
 
     Attributes:
-        planner: torch's planner, or one of its kind, which receives objects, and tensors if it
-            overrides the hooks for them; None if there is nothing for it.
-        values: the state dict that receives the objects whose target is a path.
-        tensors: the tensors that the engine reads.
-        objects: the objects. Their target is a path in ``values`` or an item of the planner.
-        transformed: items written through a stream transform; torch's own code reads them.
+        planner: receives objects, and tensors if it overrides the hooks for them.
         to_commit: items and tensors to pass to the planner's commit_tensor.
     """
 
-    planner: LoadPlanner | None = None
-    values: dict[str, Any] = field(default_factory=dict)
-    tensors: _C.TensorReads = field(default_factory=_C.TensorReads)
-    objects: list[_core.ObjectRead] = field(default_factory=list)
-    transformed: list[ReadItem] = field(default_factory=list)
+    planner: LoadPlanner = field(default_factory=DefaultLoadPlanner)
     to_commit: list[tuple[ReadItem, torch.Tensor]] = field(default_factory=list)
 
     def add_items(self, items: Iterable[ReadItem], metadata: Metadata) -> None:
-        """Adds the items of a plan of torch's planner.
+        """Adds the items of the planner's plan.
 
         Raises:
             Corrupt: the metadata does not have the location of an item.
             Unsafe: an item's file lies outside the checkpoint directory.
         """
-        assert self.planner is not None
         storage = metadata.storage_data or {}
         direct = keeps_default_hooks(self.planner)
         known: set[str] = set()
@@ -74,76 +65,114 @@ class Reading:
             if info.relative_path not in known and not lies_beneath(info.relative_path):
                 raise outside(name, info.relative_path)
             known.add(info.relative_path)
-            if info.transform_descriptors:
-                self.transformed.append(item)
-            elif item.type == LoadItemType.BYTE_IO:
-                self.objects.append(
-                    _core.ObjectRead(name, info.relative_path, info.offset, info.length, item)
-                )
-            else:
-                target = target_of(self.planner, item, direct)
-                dtype, chunk = _stored(item.storage_index, metadata)
-                self.tensors.add(
-                    name,
-                    info.relative_path,
-                    info.offset,
-                    info.length,
-                    dtype,
-                    chunk.sizes,
-                    item.storage_offsets,
-                    item.lengths,
-                    target,
-                )
-                if not direct:
-                    self.to_commit.append((item, target))
+            is_transformed = bool(info.transform_descriptors)
+            if item.type == LoadItemType.BYTE_IO:
+                read = _core.ObjectRead(name, info.relative_path, info.offset, info.length, item)
+                (self.transformed if is_transformed else self.objects).append(read)
+                continue
+            target = target_of(self.planner, item, direct)
+            dtype, chunk = _stored(item.storage_index, metadata)
+            self.tensors.add(
+                name,
+                info.relative_path,
+                info.offset,
+                info.length,
+                dtype,
+                chunk.sizes,
+                item.storage_offsets,
+                item.lengths,
+                target,
+                is_transformed,
+            )
+            if not direct:
+                self.to_commit.append((item, target))
 
     def store(self, read: _core.ObjectRead, data: bytes, allow_pickle: bool) -> None:
-        """Decodes an object that has been read, and stores it in its target."""
-        if isinstance(read.target, ReadItem):
-            assert self.planner is not None
-            load_object(self.planner, read.target, io.BytesIO(data), read.file, allow_pickle)
-        elif allow_pickle:
-            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-            set_element(self.values, read.target, value)
+        load_object(self.planner, read.target, io.BytesIO(data), read.file, allow_pickle)
+
+    def finish(self) -> None:
+        for item, target in self.to_commit:
+            self.planner.commit_tensor(item, target)
+
+
+class PlannedReads:
+    """The reads of one rank's plan.
+
+    Args:
+        metadata: the metadata from which the planner has made the plan.
+    """
+
+    def __init__(
+        self, source: Source, items: list[ReadItem], planner: LoadPlanner, metadata: Metadata
+    ) -> None:
+        self._source = source
+        self._items = items
+        self._planner = planner
+        self._metadata = metadata
+
+    def read(self) -> None:
+        """Makes the reads.
+
+        Raises:
+            see :meth:`Source.read`.
+        """
+        if keeps_default_hooks(self._planner):
+            self._source.read(self._prepare())
         else:
-            set_element(self.values, read.target, decode(data, read.name, read.file))
+            self._read_by_hooks()
+
+    def read_once(self, group: dist.ProcessGroup | None) -> None:
+        """Makes the reads of all ranks, which share what several of them want."""
+        # The ranks must also exchange their failures.
+        if keeps_default_hooks(self._planner):
+            read_once(self._source, self._prepare, group)
+        else:
+            read_alone(self._source, self._read_by_hooks, group)
+
+    def _prepare(self) -> PlannedReading:
+        require_whole(self._planner, self._items, self._metadata)
+        self._fill_with_zeros()
+        return self._reading(self._items)
+
+    def _read_by_hooks(self) -> None:
+        self._fill_with_zeros()
+        # Read items one by one: the user's hooks run on this thread, in the order of the plan, and
+        # each resolve_tensor is followed by its commit_tensor.
+        for item in self._items:
+            self._source.read(self._reading([item]))
+
+    def _reading(self, items: list[ReadItem]) -> PlannedReading:
+        reading = PlannedReading(planner=self._planner)
+        with no_gc():
+            reading.add_items(items, self._metadata)
+        return reading
+
+    def _fill_with_zeros(self) -> None:
+        if not self._source.options.lets_sizes_differ:
+            return
+        state_dict = getattr(self._planner, "state_dict", None)
+        if not isinstance(state_dict, dict):
+            raise CheckpointError(
+                "zero_fill and allow_shape_mismatch need a planner with a state_dict attribute "
+                f"that is a dict, as in torch's planners; {type(self._planner).__name__} has none"
+            )
+        zero_what_is_not_stored(state_dict, self._metadata)
 
 
-class PlansByEngine(ABC):
-    """A planner that lets the engine plan, and gives torch only a placeholder for a plan."""
+@dataclass(frozen=True)
+class RankPlan:
+    """The version of the source and the reads of one rank, sent to the coordinator as part of the
+    plan."""
 
-    @abstractmethod
-    def has_planned(self) -> bool:
-        """Returns True if the engine has planned, and False if torch's planner has."""
-
-    @abstractmethod
-    def begin(self) -> Reading:
-        """Allocates memory for the targets and returns the reads."""
+    version: str | None
+    reads: RankReads
 
 
-class BytesMoved:
-    """Counts the bytes that a load has moved. Calling the object returns a number that changes as
-    long as the load makes progress; a rank that reads sends heartbeats based on it."""
+@dataclass(frozen=True)
+class Shares:
+    """The value of ``shares_bytes``, sent to each rank as part of its plan."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._is_elsewhere = False
-
-    def __call__(self) -> int:
-        return time.monotonic_ns() if self._is_elsewhere else self.bytes
-
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Block in which other code reads, or waits for ranks, without reporting its progress. The
-        block always counts as progress."""
-        self._is_elsewhere = True
-        try:
-            yield
-        finally:
-            self._is_elsewhere = False
-
-
-# --- torch's planners ----------------------------------------------------------------------------
+    of: bool
 
 
 class SafePlanner:
@@ -262,49 +291,3 @@ def _stored(index: MetadataIndex, metadata: Metadata) -> tuple[torch.dtype, Chun
         if chunk.offsets == index.offset:
             return stored.properties.dtype, chunk
     raise Corrupt(f"{index.fqn}: the metadata has no shard at offset {index.offset}")
-
-
-# --- reads ---------------------------------------------------------------------------------------
-
-
-def copy_by_torch(data: bytes, read: _C.TensorRead) -> None:
-    """Decodes a tensor that only torch.load can decode, such as a quantized tensor, and copies it
-    into the target.
-
-    Args:
-        data: the record.
-
-    Raises:
-        Corrupt: torch.load cannot decode the record, or the shape differs from the metadata.
-    """
-    where = f"{read.name}: the record in {read.file} at byte {read.offset}"
-    try:
-        stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise Corrupt(
-            f"{where} is not a plain tensor, and torch.load cannot read it safely: {error}"
-        ) from error
-    if not isinstance(stored, torch.Tensor) or stored.shape != read.sizes:
-        kind = type(stored).__name__
-        shape = f" of shape {list(stored.shape)}" if hasattr(stored, "shape") else ""
-        raise Corrupt(
-            f"{where} holds a {kind}{shape}, but the metadata describes a tensor of shape "
-            f"{list(read.sizes)}"
-        )
-    stored = narrow_tensor_by_index(stored, read.region_offsets, read.region_lengths)
-    with writable(read.tensor):
-        read.tensor.copy_(stored)
-
-
-def in_waves(sizes: Iterable[tuple[T, int]], most: int) -> Iterator[list[T]]:
-    """Groups items into waves of at most ``most`` bytes. A larger item gets a wave of its own."""
-    wave: list[T] = []
-    held = 0
-    for thing, size in sizes:
-        if wave and held + size > most:
-            yield wave
-            wave, held = [], 0
-        wave.append(thing)
-        held += size
-    if wave:
-        yield wave
