@@ -209,8 +209,8 @@ def _train(options: argparse.Namespace) -> None:
             manager = stack.enter_context(
                 torch_ckpt.CheckpointManager(
                     options.dir,
-                    keep_last=2,
-                    staging=variant.staging,
+                    keep=2,
+                    saves=torch_ckpt.manager.SaveOptions(staging=variant.staging),
                     write=torch_ckpt.WriteOptions(progress=False),
                 )
             )

@@ -173,16 +173,16 @@ def _entries(world: int, state_bytes: int, directory: Path) -> Iterator[list[_Ti
 
         def manager(name: str, **options: Any) -> torch_ckpt.CheckpointManager:
             return stack.enter_context(
-                torch_ckpt.CheckpointManager(directory / name, keep_last=2, **options)
+                torch_ckpt.CheckpointManager(directory / name, keep=2, **options)
             )
 
         for name, interval in (
             ("step_number", 10**9),
             ("step_time", timedelta(days=1)),
-            ("step_auto", "auto"),
+            ("step_auto", torch_ckpt.manager.AutoInterval(mtbf_hours=_MTBF_HOURS)),
         ):
-            steps = _UnsavedSteps(manager(name, interval=interval, mtbf_hours=_MTBF_HOURS), modules)
-            if interval == "auto":
+            steps = _UnsavedSteps(manager(name, interval=interval), modules)
+            if name == "step_auto":
                 steps.save_first()
             calls[name] = steps.skip_step
         for name, state in (("tensors", tensors), ("modules", modules)):

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import torch_ckpt
+from torch_ckpt.publication.publish import async_publish
 
 from . import machine
 from .measure import alternate, time_once
@@ -143,10 +144,8 @@ def _stalls(state: State, rounds: int, path: Path) -> dict[str, list[list[float]
         "async_save": lambda: torch_ckpt.async_save(
             state, path / "checkpoint", no_dist=True, warn_unchanged=False
         ),
-        "async_publish": lambda: torch_ckpt.async_publish(
-            state, path / "exports", keep=2, no_dist=True
-        ),
-        "async_publish with a delta": lambda: torch_ckpt.async_publish(
+        "async_publish": lambda: async_publish(state, path / "exports", keep=2, no_dist=True),
+        "async_publish with a delta": lambda: async_publish(
             state, path / "exports", keep=2, delta=True, no_dist=True
         ),
     }

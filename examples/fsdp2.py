@@ -61,7 +61,7 @@ def main() -> None:
 
     state = {"model": model, "optimizer": optimizer}
     with torch_ckpt.CheckpointManager(
-        arguments.checkpoints, interval=arguments.save_every, keep_last=2
+        arguments.checkpoints, interval=arguments.save_every, keep=2
     ) as manager:
         first = manager.restore(state)
         if dist.get_rank() == 0:

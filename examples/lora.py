@@ -87,7 +87,7 @@ def main() -> None:
 
     state = {"adapters": Adapters(adapted), "optimizer": optimizer, "rng": torch_ckpt.RNGState()}
     with torch_ckpt.CheckpointManager(
-        arguments.checkpoints, interval=arguments.save_every, keep_last=2
+        arguments.checkpoints, interval=arguments.save_every, keep=2
     ) as manager:
         first = manager.restore(state)
         if dist.get_rank() == 0:

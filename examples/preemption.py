@@ -57,8 +57,8 @@ def main() -> int:
     with torch_ckpt.CheckpointManager(
         arguments.checkpoints,
         interval=arguments.save_every,
-        keep_last=2,
-        preemption_file=arguments.notice,
+        keep=2,
+        preemption=torch_ckpt.manager.Preemption(file=arguments.notice),
     ) as manager:
         first = step = manager.restore(state)
         if dist.get_rank() == 0:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torch_ckpt
+from torch_ckpt.publication.publish import async_publish
 from torch_ckpt.steps import open_steps
 
 
@@ -53,7 +54,7 @@ def train(arguments: argparse.Namespace) -> None:
             if publication is not None:
                 publication.result()
             # Training continues as soon as the weights are copied.
-            publication = torch_ckpt.async_publish(
+            publication = async_publish(
                 get_model_state_dict(policy), arguments.root, version=step, delta=True, keep=3
             )
     if publication is not None:

@@ -40,9 +40,11 @@ class CheckpointConfig:
         return torch_ckpt.CheckpointManager(
             self.folder,
             interval=self.interval,
-            keep_last=self.keep_latest_k,
-            async_saves=self.async_mode != "disabled",
-            staging="overlapped" if self.async_mode == "overlapped" else "blocking",
+            keep=self.keep_latest_k,
+            saves=torch_ckpt.manager.SaveOptions(
+                async_saves=self.async_mode != "disabled",
+                staging="overlapped" if self.async_mode == "overlapped" else "blocking",
+            ),
         )
 
 

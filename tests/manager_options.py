@@ -1,4 +1,4 @@
-"""Generates the table of options in docs/manager.md from the signature and the docstrings.
+"""Generates the tables of options in docs/manager.md from the signatures and the docstrings.
 
 Run ``python -m tests.manager_options`` to update it.
 """
@@ -8,47 +8,67 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from benchmarks.blocks import replace_block
-from torch_ckpt import CheckpointManager
-from torch_ckpt.retention import Retention
+from torch_ckpt import CheckpointManager, Retention
+from torch_ckpt.manager import AutoInterval, Preemption, SaveOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "manager.md"
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
 
-_ARGUMENT = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", re.M)
+#: Options of the manager that are objects with options of their own.
+OBJECTS = {
+    "interval": AutoInterval,
+    "keep": Retention,
+    "preemption": Preemption,
+    "saves": SaveOptions,
+}
+
+_ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.M)
 
 
 def described(kind: type) -> dict[str, str]:
     """Reads the description of each argument in the docstring of a class, as Markdown."""
     text = inspect.getdoc(kind) or ""
-    section = text.partition("\nArgs:\n")[2].partition("\n\n")[0]
-    return {
-        name: _markdown(words)
-        for names, words in _ARGUMENT.findall(section)
-        for name in names.split(", ")
-    }
+    section = re.split(r"\n(?:Args|Attributes):\n", text)[1].partition("\n\n")[0]
+    return {name: _markdown(words) for name, words in _ARGUMENT.findall(section)}
 
 
-def table() -> str:
-    """Makes a table with a row for each option of the manager: name, default, meaning.
+def table(kind: type) -> str:
+    """Makes a table with a row for each option of a class: name, default, meaning.
 
     Raises:
         KeyError: an option has no description.
     """
-    words = {**described(CheckpointManager), **described(Retention)}
+    words = described(kind)
     lines = ["| option | default | |", "|---|---|---|"]
-    for name, parameter in inspect.signature(CheckpointManager).parameters.items():
-        default = "" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
-        shown = f"**{name}" if parameter.kind is parameter.VAR_KEYWORD else name
-        lines.append(f"| `{shown}` | {default} | {words[name]} |")
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            lines.append(f"| `{name}` | {_default(parameter)} | {words[name]} |")
     return "\n".join([*lines, ""])
 
 
+def tables() -> str:
+    """Makes the table of the manager, then the tables of the objects that it accepts."""
+    return table(CheckpointManager) + "".join(
+        f"\n### `{argument}={kind.__name__}(...)`\n\n{table(kind)}"
+        for argument, kind in OBJECTS.items()
+    )
+
+
 def filled(text: str) -> str:
-    """Replaces the table in a document by the current one."""
-    return replace_block(text, BEGIN, END, table())
+    """Replaces the tables in a document by the current ones."""
+    return replace_block(text, BEGIN, END, tables())
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    default = parameter.default
+    if default is parameter.empty:
+        return ""
+    # An object with the defaults is shown without its options.
+    return f"`{type(default).__name__}()`" if is_dataclass(default) else f"`{default!r}`"
 
 
 def _markdown(words: str) -> str:

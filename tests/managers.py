@@ -74,7 +74,7 @@ def root(tmp_path: Path) -> Path:
 @contextmanager
 def manager_of(root: Path, **options: Any) -> Iterator[CheckpointManager]:
     """Makes a manager, without preemption signals by default."""
-    with CheckpointManager(root, **{"preemption_signals": (), **options}) as made:
+    with CheckpointManager(root, **{"preemption": None, **options}) as made:
         yield made
 
 
@@ -84,7 +84,7 @@ def make(root: Path) -> Iterator[Make]:
     made: list[CheckpointManager] = []
 
     def make_one(path: Path = root, **options: Any) -> CheckpointManager:
-        one = CheckpointManager(path, **{"preemption_signals": (), **options})
+        one = CheckpointManager(path, **{"preemption": None, **options})
         made.append(one)
         return one
 

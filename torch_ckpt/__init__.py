@@ -27,13 +27,10 @@ except ModuleNotFoundError as error:
         "torch_ckpt from another directory"
     ) from None
 
-from torch_ckpt._core import trim_pool
 from torch_ckpt.errors import (
     CheckpointError,
     Corrupt,
-    DurabilityUncertain,
     LoadMismatch,
-    NotCommitted,
     OnCommitFailed,
     RootInUse,
     SourceChanged,
@@ -44,51 +41,45 @@ from torch_ckpt.errors import (
 # seconds, and commands such as `torch-ckpt ls` need no tensors.
 if TYPE_CHECKING:
     from torch_ckpt.api import async_save, estimate_read_memory, load, open, preflight, save
-    from torch_ckpt.checkpoint.lease import remove_leftovers
     from torch_ckpt.checkpoint.metrics import SaveMetrics
     from torch_ckpt.checkpoint.opened import Checkpoint
-    from torch_ckpt.conversion.convert import ConvertReport, convert
+    from torch_ckpt.conversion.convert import convert
     from torch_ckpt.huggingface.delta import apply_delta
     from torch_ckpt.huggingface.model_target import Safetensors
-    from torch_ckpt.inspection.diff import diff
-    from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
-    from torch_ckpt.inspection.show import ShownObject, ShownTensor, ShowReport, show
-    from torch_ckpt.inspection.verify import Damage, VerifyReport, verify
+    from torch_ckpt.inspection.verify import verify
     from torch_ckpt.loading.reader import FileSystemReader
-    from torch_ckpt.loading.report import LoadReport, ReadMemory
+    from torch_ckpt.loading.report import LoadReport
     from torch_ckpt.manager import CheckpointManager
     from torch_ckpt.options import Background, ReadOptions, WriteOptions
     from torch_ckpt.publication.export import Export
-    from torch_ckpt.publication.publish import Version, async_publish, publish
+    from torch_ckpt.publication.publish import publish
+    from torch_ckpt.retention import Retention
     from torch_ckpt.saving.handle import AsyncSave, check_for_errors
     from torch_ckpt.saving.host_memory import reserve_pool
     from torch_ckpt.saving.writer import FileSystemWriter
-    from torch_ckpt.state.app_state import AppState, PerRank, RNGState
+    from torch_ckpt.state.app_state import PerRank, RNGState
     from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
 else:
     _MODULES = {
         "api": ("async_save", "estimate_read_memory", "load", "open", "preflight", "save"),
-        "checkpoint.lease": ("remove_leftovers",),
+        "checkpoint.metrics": ("SaveMetrics",),
         "checkpoint.opened": ("Checkpoint",),
-        "conversion.convert": ("ConvertReport", "convert"),
+        "conversion.convert": ("convert",),
         "huggingface.delta": ("apply_delta",),
         "huggingface.model_target": ("Safetensors",),
-        "inspection.diff": ("diff",),
-        "inspection.diff_report": ("DiffReport", "TensorDifference"),
-        "inspection.show": ("ShownObject", "ShownTensor", "ShowReport", "show"),
-        "inspection.verify": ("Damage", "VerifyReport", "verify"),
+        "inspection.verify": ("verify",),
         "loading.reader": ("FileSystemReader",),
-        "loading.report": ("LoadReport", "ReadMemory"),
+        "loading.report": ("LoadReport",),
         "manager": ("CheckpointManager",),
-        "publication.export": ("Export",),
-        "publication.publish": ("Version", "async_publish", "publish"),
-        "training.async_checkpoint": ("AsyncCheckpoint",),
         "options": ("Background", "ReadOptions", "WriteOptions"),
+        "publication.export": ("Export",),
+        "publication.publish": ("publish",),
+        "retention": ("Retention",),
         "saving.handle": ("AsyncSave", "check_for_errors"),
         "saving.host_memory": ("reserve_pool",),
-        "checkpoint.metrics": ("SaveMetrics",),
         "saving.writer": ("FileSystemWriter",),
-        "state.app_state": ("AppState", "PerRank", "RNGState"),
+        "state.app_state": ("PerRank", "RNGState"),
+        "training.async_checkpoint": ("AsyncCheckpoint",),
     }
     _PACKAGES = (
         *("_C", "api", "checkpoint", "conversion", "huggingface", "inspection", "loading"),
@@ -97,9 +88,27 @@ else:
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
     #: Former names, and their replacements. CHANGELOG.md lists them, too.
     _REMOVED = {
+        "AppState": "torch_ckpt.save and torch_ckpt.load, which accept the objects themselves",
+        "ConvertReport": "torch_ckpt.conversion.convert.ConvertReport",
+        "Damage": "torch_ckpt.inspection.verify.Damage",
+        "DiffReport": "torch_ckpt.inspection.diff_report.DiffReport",
+        "DurabilityUncertain": "torch_ckpt.errors.DurabilityUncertain",
         "LoadPlanner": "torch_ckpt.load, which plans with the engine",
+        "NotCommitted": "torch_ckpt.errors.NotCommitted",
+        "ReadMemory": "torch_ckpt.loading.report.ReadMemory",
         "SafetensorsWriter": "torch_ckpt.save(..., format=torch_ckpt.Safetensors(...))",
         "SavePlanner": "torch_ckpt.save, which plans with the engine",
+        "ShowReport": "torch_ckpt.inspection.show.ShowReport",
+        "ShownObject": "torch_ckpt.inspection.show.ShownObject",
+        "ShownTensor": "torch_ckpt.inspection.show.ShownTensor",
+        "TensorDifference": "torch_ckpt.inspection.diff_report.TensorDifference",
+        "VerifyReport": "torch_ckpt.inspection.verify.VerifyReport",
+        "Version": "torch_ckpt.publication.publish.Version",
+        "async_publish": "torch_ckpt.publication.publish.async_publish",
+        "diff": "torch_ckpt.inspection.diff.diff",
+        "remove_leftovers": "torch_ckpt.checkpoint.lease.remove_leftovers",
+        "show": "torch_ckpt.inspection.show.show",
+        "trim_pool": "torch_ckpt.saving.host_memory.trim_pool",
     }
 
     def __getattr__(name: str) -> object:
@@ -120,58 +129,41 @@ else:
 
 
 __all__ = [
-    "AppState",
     "AsyncCheckpoint",
     "AsyncSave",
     "Background",
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
-    "ConvertReport",
     "Corrupt",
-    "Damage",
-    "DiffReport",
-    "DurabilityUncertain",
     "Export",
     "FileSystemReader",
     "FileSystemWriter",
     "LoadMismatch",
     "LoadReport",
-    "NotCommitted",
     "OnCommitFailed",
     "PerRank",
     "RNGState",
-    "ReadMemory",
     "ReadOptions",
+    "Retention",
     "RootInUse",
     "Safetensors",
     "SaveMetrics",
-    "ShowReport",
-    "ShownObject",
-    "ShownTensor",
     "SourceChanged",
-    "TensorDifference",
     "Unsafe",
-    "VerifyReport",
-    "Version",
     "WriteOptions",
     "__version__",
     "apply_delta",
-    "async_publish",
     "async_save",
     "check_for_errors",
     "convert",
-    "diff",
     "estimate_read_memory",
     "load",
     "open",
     "preflight",
     "publish",
-    "remove_leftovers",
     "reserve_pool",
     "save",
-    "show",
-    "trim_pool",
     "verify",
 ]
 

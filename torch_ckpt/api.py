@@ -78,9 +78,9 @@ def save(
     Args:
         state_dict: the same as for ``dcp.save``: nested dicts and lists of tensors, DTensors and
             picklable objects. The top level can also contain modules, optimizers, schedulers,
-            :class:`PerRank` and other objects with a ``state_dict`` method; they are saved as
-            :class:`AppState` saves them. A function that returns such a dict is also accepted. If
-            the function raises an exception, the save fails immediately on all ranks.
+            :class:`PerRank` and other objects with a ``state_dict`` method (docs/state.md). A
+            function that returns such a dict is also accepted. If the function raises an exception,
+            the save fails immediately on all ranks.
         checkpoint_id: the checkpoint directory. Only :class:`CheckpointManager` and
             ``torch_ckpt.training`` accept URLs.
         format: "checkpoint", or "safetensors" for a directory of safetensors files in Hugging
@@ -256,8 +256,8 @@ def load(
     Args:
         state_dict: the same as for ``dcp.load``. Tensors are filled in place; other values are
             replaced, and a stored tensor may replace a number or None. Modules, optimizers and
-            other top-level objects with a ``state_dict`` method are restored as :class:`AppState`
-            restores them. An optimizer need not have any state yet.
+            other top-level objects with a ``state_dict`` method are restored, too (docs/state.md).
+            An optimizer need not have any state yet.
         checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for
             the newest complete step of the run. The step is not deleted during the load. Can also
             be a safetensors file, or a directory of safetensors files.
@@ -513,8 +513,6 @@ def target_of(
         checkpoint_id, format, options: see :func:`save`.
     """
     require_path(caller, checkpoint_id)
-    if not isinstance(options, WriteOptions):
-        raise TypeError(f"options must be a torch_ckpt.WriteOptions, got {options!r}")
     if isinstance(format, Safetensors):
         return ModelTarget(checkpoint_id, format, options)
     require_choice("format", format, ("checkpoint", "safetensors"))

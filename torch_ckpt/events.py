@@ -1,8 +1,12 @@
-"""The events of a checkpoint manager."""
+"""The events of a checkpoint manager, and a receiver that records them in TensorBoard."""
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 from torch_ckpt.checkpoint.metrics import SaveMetrics
 
@@ -50,3 +54,63 @@ class Event:
     bytes: int = 0
     message: str = ""
     metrics: SaveMetrics | None = None
+
+
+class _Scalars(Protocol):
+    """A ``SummaryWriter``, or another object that records numbers."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object:
+        """Records a number."""
+
+
+class TensorBoard:
+    """Records the durations and sizes of rank 0's saves and restores in TensorBoard. Pass it to a
+    manager as ``on_event``.
+
+    Args:
+        writer: a ``SummaryWriter``, another object with ``add_scalar``, or the directory in which
+            rank 0 creates a ``SummaryWriter`` at its first event.
+
+    Raises:
+        ValueError: ``writer`` is a directory, but TensorBoard is not installed.
+
+    Example::
+
+        board = torch_ckpt.events.TensorBoard("runs/1")
+        manager = torch_ckpt.CheckpointManager("checkpoints", on_event=board)
+    """
+
+    def __init__(self, writer: _Scalars | str | os.PathLike[str]) -> None:
+        if isinstance(writer, str | os.PathLike) and find_spec("tensorboard") is None:
+            raise ValueError(
+                "writing to a TensorBoard directory requires the package tensorboard: pip install "
+                "'torch_ckpt[tensorboard]', or pass an object that has add_scalar"
+            )
+        self._writer: Any = writer
+        self._is_own = False
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        """Records an event. Several threads may call this method concurrently."""
+        values: dict[str, float] = {}
+        if event.kind == "saved" and event.metrics is not None:
+            metrics = event.metrics
+            values = {
+                "blocked_seconds": metrics.blocked_s,
+                "background_seconds": metrics.total_s - metrics.blocked_s,
+                "training_seconds_between_saves": metrics.interval_s,
+                "bytes": float(event.bytes),
+            }
+        elif event.kind in ("restored", "save_failed"):
+            values = {f"{event.kind}_seconds": event.seconds}
+        if event.rank != 0 or not values:
+            return
+        with self._lock:
+            if isinstance(self._writer, str | os.PathLike):
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer, self._is_own = SummaryWriter(os.fspath(self._writer)), True
+            for name, value in values.items():
+                self._writer.add_scalar(f"checkpoint/{name}", value, event.step)
+            if self._is_own:
+                self._writer.flush()

@@ -5,9 +5,41 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from dataclasses import dataclass
 
 
+@dataclass(frozen=True, kw_only=True)
 class AutoInterval:
+    """The interval between saves that loses the least training time; see
+    :class:`MeasuredInterval`.
+
+    Args:
+        max_overhead: upper limit of the cost of saves, as a fraction of the training time.
+        mtbf_hours: mean time between failures that end the run, in hours.
+
+    Raises:
+        ValueError: ``max_overhead`` is not between 0 and 1, or ``mtbf_hours`` is not positive.
+
+    Example::
+
+        interval = torch_ckpt.manager.AutoInterval(max_overhead=0.02, mtbf_hours=6)
+        manager = torch_ckpt.CheckpointManager("checkpoints", interval=interval)
+    """
+
+    max_overhead: float = 0.01
+    mtbf_hours: float = 24.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_overhead < 1:
+            raise ValueError(f"max_overhead must be between 0 and 1, got {self.max_overhead}")
+        if not self.mtbf_hours > 0:
+            raise ValueError(
+                "mtbf_hours, the mean time between failures, must be positive, got "
+                f"{self.mtbf_hours:g}"
+            )
+
+
+class MeasuredInterval:
     """Computes, from measured costs, the time between saves that loses the least training time.
 
     The interval is ``sqrt(2 C M)`` for a save's cost C and a mean time between failures M (J. W.
@@ -20,29 +52,18 @@ class AutoInterval:
     also allocates memory, so it counts only until the second save has ended.
 
     Args:
-        max_overhead: upper limit of the cost of saves, as a fraction of the training time.
-        mtbf_seconds: mean time between failures that end the run, in seconds.
-
-    Raises:
-        ValueError: ``max_overhead`` is not between 0 and 1, or ``mtbf_seconds`` is not positive.
+        options: the limit of the cost, and the mean time between failures.
 
     Example::
 
-        interval = AutoInterval(max_overhead=0.01, mtbf_seconds=24 * 3600)
+        interval = MeasuredInterval(AutoInterval(max_overhead=0.01, mtbf_hours=24))
         interval.saved(blocked_seconds=0.5, background_seconds=30)
         print(interval.seconds)  # until the next save
     """
 
-    def __init__(self, max_overhead: float, mtbf_seconds: float) -> None:
-        if not 0 < max_overhead < 1:
-            raise ValueError(f"max_overhead must be between 0 and 1, got {max_overhead}")
-        if not mtbf_seconds > 0:
-            raise ValueError(
-                "the mean time between failures (mtbf_hours, mtbf_seconds) must be positive, got "
-                f"{mtbf_seconds:g} s"
-            )
-        self._max_overhead = max_overhead
-        self._mtbf = mtbf_seconds
+    def __init__(self, options: AutoInterval) -> None:
+        self._max_overhead = options.max_overhead
+        self._mtbf = options.mtbf_hours * 3600
         self._usual: deque[float] = deque(maxlen=100)
         self._slow: list[float] = []
         self._costs: deque[float] = deque(maxlen=6)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torch_ckpt import megatron
+from torch_ckpt.checkpoint.file_system import WriterArguments
 from torch_ckpt.megatron import (
     AsyncRequest,
     CachedMetadataFileSystemReader,
@@ -24,7 +25,12 @@ from torch_ckpt.megatron import (
 )
 from torch_ckpt.megatron.plan import Finalizing
 from torch_ckpt.megatron.request import make_background
+from torch_ckpt.options import Background
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 from torch_ckpt.saving.snapshots import copy_by_pickle
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since Python 3.11
 
 __all__ = [
     "AsyncCallsQueue",
@@ -78,7 +84,8 @@ class FileSystemWriterAsync(megatron.FileSystemWriterAsync):
         use_cached_data_structure: bool = False,
         use_cpu_shm_for_gpu_tensors: bool = False,
         on_failure: str = "raise",
-        **kwargs: Any,
+        timeout: float = TIMEOUT_SECONDS,
+        **kwargs: Unpack[WriterArguments],
     ) -> None:
         super().__init__(
             path,
@@ -87,6 +94,7 @@ class FileSystemWriterAsync(megatron.FileSystemWriterAsync):
             use_msc=use_msc,
             open_file=open_file,
             on_failure=on_failure,
+            timeout=timeout,
             **kwargs,
         )
         self.is_multiproc_io = is_multiproc_io
@@ -118,8 +126,7 @@ class AsyncCallsQueue(megatron.AsyncCallsQueue):
             the class of the process. If ``cpu_priority`` and ``io_priority`` both have their
             default values, the priorities set by ``warmup_persistent_caller`` apply. If no
             priorities were set, each writer's own priorities apply.
-        kwargs: ``process_group``, ``timeout`` and ``background``, as in
-            :class:`torch_ckpt.megatron.AsyncCallsQueue`.
+        process_group, timeout, background: as in :class:`torch_ckpt.megatron.AsyncCallsQueue`.
 
     Raises:
         ValueError: ``cpu_priority`` is out of range.
@@ -140,11 +147,16 @@ class AsyncCallsQueue(megatron.AsyncCallsQueue):
         io_priority: int | None = None,
         sigterm_timeout: float = 30,
         cpu_shm_mode: bool = False,
-        **kwargs: Any,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+        background: Background | None = None,
     ) -> None:
-        if (cpu_priority, io_priority) != (10, None):
-            kwargs.setdefault("background", make_background(cpu_priority, io_priority))
-        super().__init__(persistent, **kwargs)
+        if background is None and (cpu_priority, io_priority) != (10, None):
+            background = make_background(cpu_priority, io_priority)
+        super().__init__(
+            persistent, process_group=process_group, timeout=timeout, background=background
+        )
 
     @classmethod
     def warmup_persistent_caller(  # type: ignore[override]  # their signature
@@ -155,12 +167,17 @@ class AsyncCallsQueue(megatron.AsyncCallsQueue):
         io_priority: int | None = None,
         sigterm_timeout: float = 30,
         cpu_shm_mode: bool = False,
-        **others: Any,
+        *,
+        reserve_bytes: int = 0,
+        **_others: object,
     ) -> None:
         """Sets the priorities of the engine's threads; see
         :meth:`torch_ckpt.megatron.AsyncCallsQueue.warmup_persistent_caller`."""
         super().warmup_persistent_caller(
-            rank, cpu_priority=cpu_priority, io_priority=io_priority, **others
+            rank,
+            cpu_priority=cpu_priority,
+            io_priority=io_priority,
+            reserve_bytes=reserve_bytes,
         )
 
     @classmethod
@@ -378,7 +395,7 @@ class TorchAsyncCheckpoint:
         self.save = torch.save
         self._async_calls_queue = AsyncCallsQueue(persistent=persistent_queue)
 
-    def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+    def async_save(self, state_dict: Any, *args: object, **kwargs: object) -> None:
         """Starts ``torch.save(state_dict, *args, **kwargs)``. Returns once its sources may change.
 
         Raises:

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from torch_ckpt import _core
-from torch_ckpt._base.checks import refuse_keyword, require_at_least, require_io_options
+from torch_ckpt._base.checks import (
+    refuse_keyword,
+    require_at_least,
+    require_instance,
+    require_io_options,
+)
 from torch_ckpt._base.progress import ProgressOption
 
 #: Size in bytes of a staging chunk for sources on the host, and for sources on CUDA devices.
@@ -108,6 +113,7 @@ class WriteOptions:
 
     def __post_init__(self) -> None:
         require_io_options(self.thread_count, self.direct_io)
+        require_instance("background", self.background, Background)
         hint = self.separation_hint or ""
         if hint and self.files < 2:
             raise ValueError(

@@ -16,6 +16,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import SupportsIndex
 
 from torch_ckpt._base.checks import require_choice
 from torch_ckpt._base.formatting import some_of
@@ -79,6 +80,23 @@ class Retention:
         require_choice("best_mode", self.best_mode, ("min", "max"))
         if self.keep_best is not None and self.best_metric is None:
             raise ValueError("keep_best needs a metric to compare. Pass its name as best_metric.")
+
+    @classmethod
+    def of(cls, keep: SupportsIndex | Retention | None) -> Retention:
+        """Returns the rules for an option ``keep``: a number of newest steps, or rules. None keeps
+        all steps.
+
+        Raises:
+            TypeError: ``keep`` is neither.
+            ValueError: the number is not positive.
+        """
+        if isinstance(keep, Retention):
+            return keep
+        if keep is None:
+            return cls()
+        if not isinstance(keep, SupportsIndex) or isinstance(keep, bool):
+            raise TypeError(f"keep must be a number or a torch_ckpt.Retention, got {keep!r}")
+        return cls(keep_last=operator.index(keep))
 
     @property
     def keeps_all(self) -> bool:

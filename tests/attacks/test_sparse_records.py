@@ -16,6 +16,8 @@ import torch_ckpt
 from tests.attacks.support import PATIENCE_SECONDS, Checkpoint
 from tests.forked import Answering
 from tests.support import process_memory, reset_peak_memory
+from torch_ckpt.inspection.diff import diff
+from torch_ckpt.inspection.show import show
 
 SIZE = 64 << 30
 MOST_BYTES = 64 << 20
@@ -85,7 +87,7 @@ def test_verify_names_the_records(sparse: Checkpoint) -> None:
 
 
 def test_show_reads_no_object_that_is_too_large_to_show(sparse: Checkpoint) -> None:
-    report = in_bounded_memory(lambda: torch_ckpt.show(sparse.path, ["step"]))
+    report = in_bounded_memory(lambda: show(sparse.path, ["step"]))
     (item,) = report.items
     assert item.value is None
     assert item.refused == "not read: the object has 68.7 GB, and show reads at most 67.1 MB"
@@ -94,7 +96,7 @@ def test_show_reads_no_object_that_is_too_large_to_show(sparse: Checkpoint) -> N
 def test_diff_names_the_tensor(sparse: Checkpoint) -> None:
     def work() -> str:
         with pytest.raises(torch_ckpt.CheckpointError) as error:
-            torch_ckpt.diff(sparse.path, sparse.path, names=["weight"])
+            diff(sparse.path, sparse.path, names=["weight"])
         return str(error.value)
 
     assert "weight: " in in_bounded_memory(work)

@@ -82,20 +82,30 @@ class Run:
     Args:
         log: file for the notes of this rank.
         number: number of the start, which is part of all saved values.
-        options: options of the manager.
+        staging, thread_count: options of the saves.
     """
 
-    def __init__(self, rank: int, root: Path, log: Path, number: int, **options: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        root: Path,
+        log: Path,
+        number: int,
+        *,
+        staging: str = "blocking",
+        thread_count: int | None = None,
+    ) -> None:
         self.rank = rank
         self.number = number
         self._root = root
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.manager = torch_ckpt.CheckpointManager(
             root,
-            keep_last=KEPT,
-            preemption_signals=(),
+            keep=KEPT,
+            preemption=None,
             on_event=lambda event: self.note(event.kind, event.step),
-            **options,
+            saves=torch_ckpt.manager.SaveOptions(staging=staging),
+            write=torch_ckpt.WriteOptions(thread_count=thread_count),
         )
         self.state = state_of(0, number, rank)
 

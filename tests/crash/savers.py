@@ -72,8 +72,8 @@ def tensors_of(state: StateDict) -> StateDict:
 # --- ways to save --------------------------------------------------------------------------------
 
 
-def _save(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.save(state, path, options=WriteOptions(**options))
+def _save(state: StateDict, path: Path, *, no_dist: bool = False, **options: Any) -> None:
+    torch_ckpt.save(state, path, no_dist=no_dist, options=WriteOptions(**options))
 
 
 def _dcp_save(state: StateDict, path: Path, **options: Any) -> None:
@@ -100,7 +100,7 @@ def _stock_async_save(state: StateDict, path: Path, **options: Any) -> None:
 
 def _manager(root: Path, **options: Any) -> torch_ckpt.CheckpointManager:
     write = WriteOptions(**options)
-    return torch_ckpt.CheckpointManager(root, keep_last=1, preemption_signals=(), write=write)
+    return torch_ckpt.CheckpointManager(root, keep=1, preemption=None, write=write)
 
 
 def _managed_save(state: StateDict, root: Path, **options: Any) -> None:
@@ -121,14 +121,18 @@ def _managed_save_again(state: StateDict, root: Path, **options: Any) -> None:
         manager.save(2, state)
 
 
-def _save_safetensors(state: StateDict, path: Path, **options: Any) -> None:
-    write = WriteOptions(**options)
-    torch_ckpt.save(tensors_of(state), path, format="safetensors", options=write)
+def _save_safetensors(
+    state: StateDict, path: Path, *, no_dist: bool = False, **options: Any
+) -> None:
+    write, tensors = WriteOptions(**options), tensors_of(state)
+    torch_ckpt.save(tensors, path, format="safetensors", no_dist=no_dist, options=write)
 
 
-def _publish(state: StateDict, root: Path, **options: Any) -> None:
-    write = WriteOptions(**options)
-    torch_ckpt.publish(tensors_of(state), root, state["step"], delta=True, keep=1, options=write)
+def _publish(state: StateDict, root: Path, *, no_dist: bool = False, **options: Any) -> None:
+    write, step = WriteOptions(**options), state["step"]
+    torch_ckpt.publish(
+        tensors_of(state), root, step, delta=True, keep=1, no_dist=no_dist, options=write
+    )
 
 
 def _wait(response: Any) -> None:

@@ -323,7 +323,7 @@ class Sweep:
         found = restore_outcome(root, steps, ranks)
         if self.checked % SAVED_AGAIN == 0:
             last = max(steps) * 10
-            with CheckpointManager(root, keep_last=1, preemption_signals=()) as manager:
+            with CheckpointManager(root, keep=1, preemption=None) as manager:
                 manager.save(last, dict(whole_state(last, ranks)))
             after = restore_outcome(root, [last], ranks)
             if after != f"step {last}":

@@ -34,7 +34,6 @@ from tests.crash.savers import TIMEOUT_SECONDS, Savers, savers
 from tests.crash.tally import SEED, TORTURE, Tally
 from tests.interposed import KINDS, Order, Server
 from tests.sweeps import points
-from torch_ckpt import WriteOptions
 from torch_ckpt._base.formatting import plural
 
 pytestmark = [
@@ -131,7 +130,7 @@ class Chain:
     def _begin(self, group: Savers, steps: int | None, chance: random.Random) -> None:
         options = {
             "staging": chance.choice(["blocking", "blocking", "overlapped"]),
-            "write": WriteOptions(thread_count=chance.choice([1, 2])),
+            "thread_count": chance.choice([1, 2]),
         }
         back_to = None
         complete = [name for name in self._names() if name.isdecimal()]

@@ -25,7 +25,7 @@ PATIENCE = 60.0
 def manager_of(launch: Launch, **options: Any) -> Iterator[CheckpointManager]:
     """Makes a manager in the case's directory, without preemption signals by default."""
     root = options.pop("root", launch.path("run"))
-    options = {"preemption_signals": (), "timeout": PATIENCE, **options}
+    options = {"preemption": None, "timeout": PATIENCE, **options}
     with CheckpointManager(root, **options) as made:
         yield made
 

@@ -39,7 +39,9 @@ def by_async_save(state: dict[str, Any], path: Path, **options: Any) -> None:
 
 
 def by_manager(state: dict[str, Any], path: Path) -> None:
-    with torch_ckpt.CheckpointManager(path, check_replicas="off") as manager:
+    with torch_ckpt.CheckpointManager(
+        path, saves=torch_ckpt.manager.SaveOptions(check_replicas="off")
+    ) as manager:
         manager.save(1, state, force=True)
 
 

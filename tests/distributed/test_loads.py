@@ -57,6 +57,7 @@ from tests.support import assert_equal, data_files, emptied
 from torch_ckpt.checkpoint.chunks import chunks_here
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import Corrupt, LoadMismatch
+from torch_ckpt.inspection.diff import diff
 from torch_ckpt.steps import LocalSteps
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def case_checkpoints_of_several_ranks_are_verified_and_compared(launch: Launch) 
             report = torch_ckpt.verify(path)
             assert report.ok, str(report)
             assert report.records == launch.size + 1
-        assert torch_ckpt.diff(*stored).equal
+        assert diff(*stored).equal
         # The payload of the last rank's shard.
         part = tensor.chunk(launch.size)[-1].contiguous().view(torch.uint8).numpy().tobytes()
         (file,) = (file for file in data_files(stored[0]) if part in file.read_bytes())

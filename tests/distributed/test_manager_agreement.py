@@ -39,7 +39,7 @@ from tests.fault_hooks import failing, held
 from torch_ckpt import CheckpointManager
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.events import Event
-from torch_ckpt.manager import schedule
+from torch_ckpt.manager import Preemption, SaveOptions, schedule
 from torch_ckpt.multihost import RanksDisagree
 from torch_ckpt.state.app_state import PerRank
 
@@ -77,7 +77,7 @@ def case_ranks_with_different_clocks_save_at_the_same_steps(launch: Launch) -> N
 
 
 def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
-    with manager_of(launch, if_busy="skip", async_saves=False) as made:
+    with manager_of(launch, saves=SaveOptions(if_busy="skip", async_saves=False)) as made:
         for step in range(1, 6):
             assert made.save(step, state_of(launch, step))
             # Rank 0 must notice at the next step that it has ended.
@@ -92,7 +92,7 @@ def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
 
 
 def case_a_busy_save_is_skipped_on_all_ranks(launch: Launch) -> None:
-    with manager_of(launch, if_busy="skip") as made:
+    with manager_of(launch, saves=SaveOptions(if_busy="skip")) as made:
         with held("rename", "*/write_completed") as gate:
             assert saved(launch, made, [1, 2, 3]) == [1]
             gate.open()
@@ -130,8 +130,8 @@ def case_a_signal_to_one_rank_saves_and_stops_all_at_one_step(launch: Launch) ->
         if step == 3 and launch.rank == victim:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    options = {"preemption_signals": (signal.SIGTERM,), "on_event": events.append}
-    with manager_of(launch, interval=10**6, **options) as made:
+    notices = Preemption(signals=(signal.SIGTERM,))
+    with manager_of(launch, interval=10**6, preemption=notices, on_event=events.append) as made:
         stopped = steps_until_preempted(launch, made, preempt)
         assert gathered(launch, stopped) == [stopped] * launch.size
         assert stopped > 3
@@ -150,8 +150,8 @@ def case_with_a_deadline_the_last_save_is_complete_on_all_ranks(launch: Launch) 
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
 
-    options = {"preemption_file": file, "preemption_deadline": 60.0}
-    with manager_of(launch, interval=10**6, **options) as made:
+    notices = Preemption(file=file, deadline=60.0)
+    with manager_of(launch, interval=10**6, preemption=notices) as made:
         stopped = steps_until_preempted(launch, made, preempt)
         assert not made.is_saving
         assert made.all_steps() == [stopped]
@@ -195,7 +195,9 @@ def case_a_failure_of_one_rank_is_raised_once_on_all_or_only_counted(launch: Lau
 @takes_several
 def case_a_state_that_one_rank_cannot_read_fails_the_save_at_once_on_all(launch: Launch) -> None:
     for rank, check in ((0, "off"), (launch.size - 1, "off"), (launch.size - 1, "warn")):
-        with manager_of(launch, check_replicas=check, check_replicas_every=1) as made:
+        with manager_of(
+            launch, saves=SaveOptions(check_replicas=check, check_replicas_every=1)
+        ) as made:
             state = state_of(launch, 1)
             if launch.rank == rank:
                 state["loader"] = NoState()
@@ -246,7 +248,7 @@ def case_a_rank_that_does_not_make_a_manager_is_named(launch: Launch) -> None:
     if launch.rank == absent:
         store.wait([f"gave up {rank}" for rank in range(absent)])
     with pytest.raises(TimeoutError, match=f"CheckpointManager: rank {absent} did not arrive"):
-        CheckpointManager(launch.path("run"), preemption_signals=(), timeout=SHORT)
+        CheckpointManager(launch.path("run"), preemption=None, timeout=SHORT)
     store.set(f"gave up {launch.rank}", "")
     run_of(launch, [1])
 
@@ -289,7 +291,7 @@ def case_a_rank_absent_from_the_first_save_is_named(launch: Launch) -> None:
 def case_different_roots_are_named_with_their_ranks(launch: Launch) -> None:
     root = launch.path("b" if is_last(launch) else "a")
     with pytest.raises(RanksDisagree, match="ranks have different roots:") as caught:
-        CheckpointManager(root, preemption_signals=(), timeout=PATIENCE)
+        CheckpointManager(root, preemption=None, timeout=PATIENCE)
     assert f"rank 0: {launch.path('a')}" in str(caught.value)
     assert f"rank {launch.size - 1}: {launch.path('b')}" in str(caught.value)
     run_of(launch, [1])
@@ -310,7 +312,7 @@ def differing(launch: Launch, step: int) -> dict[str, Any]:
 def case_differing_replicas_are_named_with_their_ranks(launch: Launch) -> None:
     most = "rank 0 has" if launch.size == 2 else f"ranks 0-{launch.size - 2} have"
     text = f"model.w: {most} one value, rank {launch.size - 1} another"
-    with manager_of(launch, check_replicas="error") as made:
+    with manager_of(launch, saves=SaveOptions(check_replicas="error")) as made:
         with pytest.raises(CheckpointError, match="1 value differs between ranks") as caught:
             made.save(1, differing(launch, 1))
         assert text in str(caught.value)
@@ -320,7 +322,7 @@ def case_differing_replicas_are_named_with_their_ranks(launch: Launch) -> None:
 
 @takes_several
 def case_differing_objects_are_refused_on_request(launch: Launch) -> None:
-    with manager_of(launch, check_replicas="error") as made:
+    with manager_of(launch, saves=SaveOptions(check_replicas="error")) as made:
         state = state_of(launch, 1) | {"elapsed": launch.rank}
         with pytest.raises(CheckpointError, match="elapsed: rank 0 has one value"):
             made.save(1, state)
@@ -332,8 +334,11 @@ def case_differing_objects_are_refused_on_request(launch: Launch) -> None:
 @takes_several
 def case_differing_replicas_are_saved_with_a_warning_on_rank_0(launch: Launch) -> None:
     events: list[Event] = []
-    options = {"check_replicas": "warn", "check_replicas_every": 2, "on_event": events.append}
-    with manager_of(launch, **options) as made, warnings.catch_warnings(record=True) as caught:
+    saves = SaveOptions(check_replicas="warn", check_replicas_every=2)
+    with (
+        manager_of(launch, saves=saves, on_event=events.append) as made,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         for step in (1, 2, 3):
             assert made.save(step, differing(launch, step))

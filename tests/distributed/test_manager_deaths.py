@@ -38,7 +38,7 @@ def state_of(step: int) -> dict[str, Any]:
 def run_rank(results: Connection, root: Path, silence: Silence) -> None:
     join_group()
     # Connects and imports before the case, whose time limit is too short for this.
-    with CheckpointManager(root, preemption_signals=(), timeout=PATIENCE_SECONDS) as warm:
+    with CheckpointManager(root, preemption=None, timeout=PATIENCE_SECONDS) as warm:
         warm.save(1, state_of(1))
     begun: list[str] = []
 
@@ -46,7 +46,7 @@ def run_rank(results: Connection, root: Path, silence: Silence) -> None:
         if operation == "background save begins":
             begun.append(os.path.basename(path).partition(".")[0])
 
-    made = CheckpointManager(root, preemption_signals=(), timeout=TIMEOUT)
+    made = CheckpointManager(root, preemption=None, timeout=TIMEOUT)
     made.restore(state_of(0))
     with at_fault_points(note):
         if is_victim(silence):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import torch_ckpt
 from tests.distributed.megatron_deaths import DEATHS, SIZE, Death, play, run_rank, state_of
 from tests.distributed.silent_ranks import TIMEOUT, Found, given_up_after, play_in_groups
 from tests.metadata import read_metadata
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
+from torch_ckpt.checkpoint.lease import remove_leftovers
 
 pytestmark = pytest.mark.full
 
@@ -79,6 +79,6 @@ def test_the_ranks_save_into_the_same_directory_afterwards(
         assert_equal(loaded, expected)
     if death.how == "stopped":
         # The failed save may have kept the directory open until the garbage collection.
-        torch_ckpt.remove_leftovers(path)
+        remove_leftovers(path)
     named = {info.relative_path for info in read_metadata(path).storage_data.values()}
     assert set(os.listdir(path)) == named | {".metadata"}

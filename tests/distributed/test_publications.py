@@ -17,6 +17,7 @@ from tests.distributed.cases import Launch, StateDict, failure_of, mesh_1d, tens
 from tests.distributed.launcher import on, on_ranks, takes_several
 from tests.fault_hooks import failing
 from tests.support import assert_equal
+from torch_ckpt.publication.publish import async_publish
 
 pytestmark = pytest.mark.full
 
@@ -74,7 +75,7 @@ def case_a_version_is_published_by_all_ranks_with_a_delta(launch: Launch) -> Non
 def case_a_version_is_published_in_the_background(launch: Launch) -> None:
     root = launch.path("policy")
     handles = [
-        torch_ckpt.async_publish(sharded(launch, factor), root, version=10 * factor, delta=True)
+        async_publish(sharded(launch, factor), root, version=10 * factor, delta=True)
         for factor in (1, 2)
     ]
     for handle in handles:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import torch_ckpt
 from tests.forked import ENVIRONMENT, REPOSITORY
 from tests.ranks import TIMEOUT_SECONDS, by_fork, free_port, ranks, run_program, torchrun
+from torch_ckpt.inspection.diff import diff
 from torch_ckpt.steps.root_lease import LEASE_NAME
 
 pytestmark = pytest.mark.full
@@ -74,7 +75,7 @@ class Recipe:
 
 
 def assert_equal(a: Path, b: Path, **tolerance: float) -> None:
-    report = torch_ckpt.diff(a, b, **tolerance)
+    report = diff(a, b, **tolerance)
     # The state of Python's random numbers is neither seeded nor used by a run.
     objects = [name for name in report.objects if not name.startswith("rng.")]
     report = dataclasses.replace(report, objects=objects)

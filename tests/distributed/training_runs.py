@@ -79,7 +79,10 @@ def train(_: Connection | None, root: Path, ending: Ending) -> None:
     loader = Loader(rank)
     state = {"model": model, "optimizer": optimizer, "loader": torch_ckpt.PerRank(loader)}
     manager = torch_ckpt.CheckpointManager(
-        root, keep_last=2, async_saves=ending.asynchronous, timeout=TIMEOUT
+        root,
+        keep=2,
+        saves=torch_ckpt.manager.SaveOptions(async_saves=ending.asynchronous),
+        timeout=TIMEOUT,
     )
     start = manager.restore(state)
     assert loader.samples == start * (1 + rank), (loader.samples, start)

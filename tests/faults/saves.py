@@ -68,6 +68,6 @@ def save_below_as_rank(path: str, *arguments: Any) -> None:
 def replace_step(root: str, seed: int) -> None:
     """Saves step 2 with a manager that keeps one step. Replaces step 2 if it exists."""
     run_context.new_attempt = lambda: ATTEMPT
-    with torch_ckpt.CheckpointManager(root, keep_last=1, preemption_signals=()) as manager:
+    with torch_ckpt.CheckpointManager(root, keep=1, preemption=None) as manager:
         manager.save(2, state_of(seed), overwrite=True)
         manager.wait_until_finished()

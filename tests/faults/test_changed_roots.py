@@ -48,7 +48,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Creates a root with two steps, and the root of another run."""
     workdir = tmp_path_factory.mktemp("older")
     for name, seed in (("root", OLD), ("other", NEXT)):
-        with torch_ckpt.CheckpointManager(workdir / name, preemption_signals=()) as manager:
+        with torch_ckpt.CheckpointManager(workdir / name, preemption=None) as manager:
             for step in (1, 2):
                 manager.save(step, state_of(seed))
                 manager.wait_until_finished()

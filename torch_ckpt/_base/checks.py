@@ -10,46 +10,33 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 
-def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str]) -> None:
-    """Refuses options that a function would pass on to a class that does not accept them.
-
-    Args:
-        caller: the function or class that the user called.
-        kind: the torch_ckpt class that receives the options; it is derived from torch's class of
-            the same name.
-        options: names of the options.
-
-    Raises:
-        TypeError: an option is unknown. The message suggests the nearest name.
-    """
-    passed_on = options_of(kind)
-    for option in options:
-        if option not in passed_on:
-            hint = _hint(option, passed_on | names_of(caller))
-            raise TypeError(
-                f"{caller.__name__}() got an unexpected keyword argument {option!r}{hint}"
-            )
-
-
 def refuse_keyword(
-    caller: Callable[..., Any], given: Iterable[str], groups: Mapping[str, Collection[str]]
+    caller: Callable[..., Any],
+    given: Iterable[str],
+    groups: Mapping[str, Mapping[str, str] | Collection[str]],
 ) -> NoReturn:
     """Raises TypeError for the first of the keywords that a function does not accept. The message
-    names the object that has the option, or suggests the nearest name.
+    names each object that has the option, or suggests the nearest name.
 
     Args:
         caller: the function or class that the user called.
         given: the keywords.
         groups: the options of each typed argument, by a text such as "options=WriteOptions(...)".
+            A mapping gives the name of the field for each keyword; "" if the keyword stood for all
+            fields.
     """
     keyword = next(iter(given))
     name = caller.__name__
+    places = []
     for argument, options in groups.items():
         if keyword in options:
-            raise TypeError(
-                f"{name}() does not accept {keyword!r} as a keyword. Pass it in an object: "
-                f"{argument.replace('...', f'{keyword}=...')}"
-            )
+            field = options[keyword] if isinstance(options, Mapping) else keyword
+            places.append(argument.replace("...", f"{field}=...") if field else argument)
+    if places:
+        raise TypeError(
+            f"{name}() does not accept {keyword!r} as a keyword. Pass it in an object: "
+            f"{' or '.join(places)}"
+        )
     known = names_of(caller).union(*groups.values())
     raise TypeError(
         f"{name}() got an unexpected keyword argument {keyword!r}{_hint(keyword, known)}"
@@ -98,6 +85,16 @@ def reusable_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: reusable(option) for name, option in options.items()}
 
 
+def require_instance(name: str, value: object, kind: type, module: str = "torch_ckpt") -> None:
+    """Raises TypeError if the value of an option is no object of its type.
+
+    Args:
+        module: the module in which the type is public.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {module}.{kind.__name__}, got {value!r}")
+
+
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises ValueError if the value of an option is not one of the choices."""
     if value not in choices:
@@ -116,12 +113,6 @@ def require_io_options(thread_count: int | None, direct_io: bool | str) -> None:
         require_at_least("thread_count", thread_count, 1)
     if direct_io not in (True, False, "auto"):
         raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
-
-
-@functools.cache
-def options_of(kind: type) -> frozenset[str]:
-    """Returns the options of a torch_ckpt class and of its torch base class, without ``path``."""
-    return (names_of(kind) | names_of(kind.__mro__[1])) - {"path"}
 
 
 @functools.cache

@@ -1,20 +1,57 @@
-"""The file systems of torch's readers and writers, which may be remote."""
+"""What our reader and writer share: torch's arguments, and the file system, which may be remote."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, TypedDict, cast
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemWriter,
+    SerializationFormat,
 )
 
 from torch_ckpt._base.paths import refuse_url
+from torch_ckpt._base.progress import ProgressOption
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.options import Background
+
+
+class ReaderArguments(TypedDict, total=False):
+    """Keywords of :class:`FileSystemReader` that its subclasses pass on."""
+
+    _extension_registry: object
+    thread_count: int | None
+    max_inflight_bytes: int
+    verify: bool
+    direct_io: bool | str
+    zero_fill: bool
+    allow_shape_mismatch: bool
+    read_once: bool
+    process_group: dist.ProcessGroup | None
+    progress: ProgressOption
+    allow_pickle: bool
+
+
+class WriterArguments(TypedDict, total=False):
+    """Keywords of :class:`FileSystemWriter` that its subclasses pass on."""
+
+    single_file_per_rank: bool
+    sync_files: bool
+    thread_count: int | None
+    per_thread_copy_ahead: int
+    cache_staged_state_dict: bool
+    overwrite: bool
+    _extensions: Sequence[Any] | None
+    serialization_format: SerializationFormat
+    max_host_bytes: int | None
+    direct_io: bool | str
+    progress: ProgressOption
+    background: Background
 
 
 class OnAnyFileSystem:

@@ -168,7 +168,7 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
 
     Examples:
         ```python
-        for name in torch_ckpt.remove_leftovers("checkpoints/100"):
+        for name in remove_leftovers("checkpoints/100"):
             print("removed", name)
         ```
     """

@@ -279,8 +279,9 @@ class Checkpoint:
         (record,) = self.records(name)
         # An object cannot be read in parts, so raise the limit by the memory that it needs.
         limit = self._options.max_inflight_bytes + 2 * record.length
+        options = replace(self._options, max_inflight_bytes=limit)
         read = _core.ObjectRead(name, record.file, record.offset, record.length)
-        with self.source() as source, _with_options(source, max_inflight_bytes=limit):
+        with self.source() as source, _with_options(source, options):
             (data,) = source.read_bytes([read])
         if self._options.allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
@@ -293,7 +294,8 @@ class Checkpoint:
         chunk = max_bytes // 2
         # An object's checksum covers all of its bytes, so it cannot verify one chunk.
         verify = self._options.verify and record.length <= chunk
-        with self.source() as source, _with_options(source, verify=verify):
+        options = replace(self._options, verify=verify)
+        with self.source() as source, _with_options(source, options):
             for begin in range(0, record.length, chunk):
                 count = min(chunk, record.length - begin)
                 read = _core.ObjectRead(name, record.file, record.offset + begin, count)
@@ -341,10 +343,10 @@ def _require_inside(name: str, shape: tuple[int, ...], box: Box) -> None:
 
 
 @contextmanager
-def _with_options(source: Source, **changes: Any) -> Iterator[None]:
+def _with_options(source: Source, options: ReadOptions) -> Iterator[None]:
     """Block in which the source reads with other options."""
     before = source.options
-    source.options = replace(before, **changes)
+    source.options = options
     try:
         yield
     finally:

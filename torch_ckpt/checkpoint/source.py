@@ -22,6 +22,7 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 
 from torch_ckpt import _C, _core
+from torch_ckpt._base.checks import require_instance
 from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.paths import refuse_url
 from torch_ckpt._base.progress import Progress, reporting
@@ -73,6 +74,7 @@ class Source:
         options: ReadOptions = DEFAULT_READ_OPTIONS,
         transforms: _StorageReaderTransforms | None = None,
     ) -> None:
+        require_instance("options", options, ReadOptions)
         self._refuse_url(path)
         self.path = path
         self.options = options

@@ -11,7 +11,6 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable
-from typing import Any
 
 from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.paths import is_url
@@ -135,9 +134,14 @@ def _value(
     metavar: str,
     type: Callable[[str], object],
     help: str,
-    **options: Any,
+    *,
+    nargs: str | None = None,
+    action: str = "store",
+    default: object = None,
 ) -> None:
-    parser.add_argument(name, metavar=metavar, type=type, help=help, **options)
+    parser.add_argument(
+        name, metavar=metavar, type=type, help=help, nargs=nargs, action=action, default=default
+    )
 
 
 def _flag(parser: argparse._ActionsContainer, name: str, help: str) -> None:

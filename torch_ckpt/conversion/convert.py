@@ -108,8 +108,8 @@ def convert(
 
     Tensors are copied bit for bit unless ``dtype`` is given. In safetensors, nested values get
     names such as "a.b.0". If a checkpoint is converted to a ``torch.save`` file, the file has the
-    nesting of the saved state dict, and the values of a :class:`torch_ckpt.AppState` become states
-    that ``load_state_dict()`` accepts.
+    nesting of the saved state dict, and values with a ``state_dict()`` become states that
+    ``load_state_dict()`` accepts.
 
     Args:
         source: a checkpoint directory written by torch_ckpt or stock torch, a ``torch.save`` file,

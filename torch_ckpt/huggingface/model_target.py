@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.checks import refuse_keyword, require_at_least, reusable
+from torch_ckpt._base.checks import refuse_keyword, require_at_least, require_instance, reusable
 from torch_ckpt._base.paths import absolute, refuse_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.dtypes import parse_dtype
@@ -177,6 +177,7 @@ class ModelTarget(Target):
 
     def __init__(self, path: StrPath, format: Safetensors, options: WriteOptions) -> None:
         refuse_url(path)
+        require_instance("format", format, Safetensors)
         super().__init__(absolute(path), options)
         self._given_path = os.fspath(path)
         self._parent = Path(self.path).parent

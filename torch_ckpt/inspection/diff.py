@@ -74,7 +74,7 @@ def diff(
 
     Example::
 
-        report = torch_ckpt.diff("run/40", "run/80", ["model"], atol=1e-6)
+        report = diff("run/40", "run/80", ["model"], atol=1e-6)
         print(report)
     """
     if isinstance(names, str):

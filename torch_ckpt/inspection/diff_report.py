@@ -30,7 +30,7 @@ class TensorDifference:
 
     Example::
 
-        for difference in torch_ckpt.diff("run/40", "run/80").tensors:
+        for difference in diff("run/40", "run/80").tensors:
             print(difference.name, difference.index, difference.largest_absolute)
     """
 
@@ -79,7 +79,7 @@ class DiffReport(Report):
 
     Example::
 
-        report = torch_ckpt.diff("run/40", "run/80")
+        report = diff("run/40", "run/80")
         print("equal" if report.equal else report)
     """
 

@@ -122,8 +122,8 @@ class ShownTensor:
 
     Example::
 
-        for item in torch_ckpt.show("run/40", ["model.*"]).items:
-            if isinstance(item, torch_ckpt.ShownTensor):
+        for item in show("run/40", ["model.*"]).items:
+            if isinstance(item, ShownTensor):
                 print(item.name, item.shape, item.statistics)
     """
 
@@ -160,7 +160,7 @@ class ShownObject:
 
     Example::
 
-        (item,) = torch_ckpt.show("run/40", ["step"]).items
+        (item,) = show("run/40", ["step"]).items
         print(item.value)
     """
 
@@ -193,7 +193,7 @@ class ShowReport(Report):
 
     Example::
 
-        report = torch_ckpt.show("run/40", ["optimizer"])
+        report = show("run/40", ["optimizer"])
         print(report)
     """
 
@@ -264,7 +264,7 @@ def show(
 
     Example::
 
-        print(torch_ckpt.show("run/40", ["model.embedding.weight", "step"]))
+        print(show("run/40", ["model.embedding.weight", "step"]))
     """
     if isinstance(names, str):
         raise ValueError(f"names must be a list of patterns, got the string {names!r}")

@@ -1,6 +1,6 @@
 """Saves checkpoints for transformers' Trainer with a :class:`torch_ckpt.CheckpointManager`::
 
-    manager = torch_ckpt.CheckpointManager("checkpoints", keep_last=3)
+    manager = torch_ckpt.CheckpointManager("checkpoints", keep=3)
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
     callback = CheckpointCallback(trainer, manager)
     trainer.train(resume_from_checkpoint=callback.resume())
@@ -134,7 +134,7 @@ class CheckpointCallback(transformers.TrainerCallback):
         state: transformers.TrainerState,
         control: transformers.TrainerControl,
         metrics: dict[str, Any] | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         """Stores the evaluation results as the metrics for the step's checkpoint."""
         if self._evaluated_at != state.global_step:
@@ -147,7 +147,7 @@ class CheckpointCallback(transformers.TrainerCallback):
         args: transformers.TrainingArguments,
         state: transformers.TrainerState,
         control: transformers.TrainerControl,
-        **_: Any,
+        **_: object,
     ) -> None:
         """Saves the last step, waits for all saves, and raises their errors."""
         try:
@@ -174,7 +174,7 @@ class CheckpointCallback(transformers.TrainerCallback):
         setattr(self._trainer, name, method)
         return replaced
 
-    def _after_step(self, *arguments: Any, **options: Any) -> None:
+    def _after_step(self, *arguments: object, **options: object) -> None:
         self._finish_step(*arguments, **options)
         state = self._trainer.state
         # Trainer calls this method twice for the last step of an epoch (the second time after the

@@ -1,6 +1,8 @@
 """The checkpoint manager: when to save, which steps to keep, and how to restore."""
 
 import torch_ckpt._base.supported_torch  # noqa: F401
+from torch_ckpt.intervals import AutoInterval
 from torch_ckpt.manager.manager import CheckpointManager
+from torch_ckpt.manager.policies import Preemption, SaveOptions
 
-__all__ = ["CheckpointManager"]
+__all__ = ["AutoInterval", "CheckpointManager", "Preemption", "SaveOptions"]

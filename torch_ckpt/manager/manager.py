@@ -18,16 +18,17 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.hooks import RemovableHandle
 
+from torch_ckpt._base.checks import refuse_keyword, require_choice
 from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.paths import absolute
@@ -41,11 +42,14 @@ from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.exports import Exports
 from torch_ckpt.manager.live_tensors import live_tensors
-from torch_ckpt.manager.option_groups import (
+from torch_ckpt.manager.policies import (
+    DEFAULT_PREEMPTION,
+    DEFAULT_SAVES,
+    MOVED,
     Interval,
-    PreemptionOptions,
+    Preemption,
     SaveOptions,
-    ScheduleOptions,
+    require_policies,
 )
 from torch_ckpt.manager.preemption_notice import PreemptionNotice
 from torch_ckpt.manager.reporters import Reporters
@@ -54,18 +58,13 @@ from torch_ckpt.manager.run_context import RunContext, agree_on_attempt, new_att
 from torch_ckpt.manager.saver import Saver
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
-from torch_ckpt.options import (
-    DEFAULT_READ_OPTIONS,
-    ReadOptions,
-    WriteOptions,
-    refuse_options,
-)
+from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 from torch_ckpt.publication.export import Export
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving.host_memory import reserve_for_state
 from torch_ckpt.state.app_state import BeforeSave, require_state
-from torch_ckpt.steps import StepInfo, open_steps, step_name
+from torch_ckpt.steps import StepInfo, StepStore, open_steps, step_name
 from torch_ckpt.steps.root_lease import Lease
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class CheckpointManager:
 
     Example::
 
-        with torch_ckpt.CheckpointManager("checkpoints", interval=100, keep_last=3) as manager:
+        with torch_ckpt.CheckpointManager("checkpoints", interval=100, keep=3) as manager:
             state = {"model": model, "optimizer": optimizer}
             for step in range(manager.restore(state), steps):
                 train(step)
@@ -91,70 +90,45 @@ class CheckpointManager:
                     break
 
     Args:
-        root: directory for the steps, visible to all ranks, or a URL that fsspec supports.
+        root: directory for the steps, visible to all ranks; or a URL that fsspec supports; or the
+            result of :func:`torch_ckpt.steps.open_steps`.
         interval: when to save. An int N saves every N steps. A ``timedelta`` saves whenever that
-            much time has passed. "auto" measures how much training time a save costs and chooses
-            the interval that loses the least training time in total; see
-            :class:`torch_ckpt.intervals.AutoInterval`. A function receives the step number and
+            much time has passed. An :class:`torch_ckpt.manager.AutoInterval` measures how much
+            training time a save costs and chooses the interval that loses the least training time
+            in total; "auto" does so with the defaults. A function receives the step number and
             returns True if a save is due; the result must be the same on all ranks.
-        save_on_steps: steps to save regardless of ``interval``.
-        max_overhead: for "auto", the maximum fraction of training time to spend on saves.
-        mtbf_hours: for "auto", the mean time between failures that end the run, in hours.
-        keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep:
-            which steps to keep; see :class:`torch_ckpt.retention.Retention`. By default, all steps
-            are kept.
-        if_busy: what to do if a save is still running: "wait" blocks until the running save ends,
-            and "skip" skips the new save.
-        preemption_signals: signal numbers to treat as preemption notices. None means SIGTERM if the
-            manager is created in the main thread, and otherwise no signal. If the process group is
-            already being watched for preemption, for example by another manager, the existing watch
-            is used instead; see :func:`torch_ckpt.multihost.watch_for_preemption`.
-        preemption_file: path of a file whose creation counts as a preemption notice.
-        preemption_deadline: seconds between a preemption notice and the end of the process. If
-            given, ``save`` blocks until the final save, which the notice triggers, has finished.
-            Before the final save starts, rank 0 logs how long the previous save took.
-        check_replicas: what to do if a replicated value differs between ranks: "off" skips the
-            comparison, "warn" issues a warning, and "error" fails the save. A value (a plain
-            tensor, a number or another object) is replicated if several ranks have it and only one
-            of these ranks saves it. See :func:`torch_ckpt.save`. Wrap values that differ between
-            ranks in :class:`torch_ckpt.PerRank`.
-        check_replicas_every: N compares replicas in every Nth save, starting with the first.
+        keep: which steps to keep: a number of newest steps, or a :class:`torch_ckpt.Retention` with
+            rules. None keeps all steps.
+        preemption: the preemption notices to watch for; None watches for no notice. By default,
+            SIGTERM is a notice if the manager is created in the main thread.
+        saves: how each save runs, and what it compares.
+        write: the options of the files. By default, rank 0 shows a progress bar if standard error
+            is a terminal.
+        read: the options of the loads.
+        export: publishes the model as safetensors files; see :class:`torch_ckpt.Export`.
         on_save_error: what to do if a background save fails. "raise" raises the error from the next
             call of :meth:`save`, :meth:`wait_until_finished`, :meth:`check_for_errors` or
             :meth:`close`. "warn_and_continue" logs the error and counts it in ``save_errors``.
-        async_saves: False makes every save block until its step is complete. Exports always run in
-            the background.
-        staging: "blocking" or "overlapped"; see :func:`torch_ckpt.async_save`.
+        on_event: called with each :class:`torch_ckpt.events.Event`, in the thread that causes the
+            event. Inside the callback, methods that normally wait for the event's save return
+            immediately. See also :class:`torch_ckpt.events.TensorBoard`.
         read_only: only list, load and verify steps; never save or delete steps, or remove leftovers
             of interrupted saves.
         takeover: take the lease on a local root even if another running job holds it. The other
             job's saves then fail.
-        on_commit: called with the step number on rank 0, in the save's thread, as soon as the step
-            is complete. The save does not end on any rank until the callback has returned. If the
-            callback raises an exception, the save fails on all ranks, but the step is kept.
-        on_event: called with each :class:`torch_ckpt.events.Event`, in the thread that causes the
-            event. Inside the callback, methods that normally wait for the event's save return
-            immediately.
-        tensorboard: a ``SummaryWriter`` that rank 0 uses, or the directory in which rank 0 creates
-            a ``SummaryWriter``.
         process_group: process group of the ranks; None uses the default group.
         timeout: seconds without a heartbeat after which a rank is declared dead. The other ranks
             then raise an error that names the rank.
-        staging_dir: see :func:`torch_ckpt.steps.open_steps`.
-        read: the options of the loads.
-        export: publishes the model as safetensors files; see :class:`torch_ckpt.Export`.
-        write: the options of the saves. By default, rank 0 shows a progress bar if standard error
-            is a terminal.
         removed: no keyword; the error for a former one names what replaces it.
 
     Attributes:
         save_errors: number of failed saves, exports and ``on_commit`` callbacks.
 
     Raises:
-        TypeError: an option is unknown or has the wrong type. The
-            message suggests the closest known name.
-        ValueError: an option has an invalid value, or ``preemption_signals`` is given outside the
-            main thread.
+        TypeError: an option is unknown or has the wrong type. The message names the object that has
+            the option, or suggests the closest known name.
+        ValueError: an option has an invalid value, or ``preemption`` has signals and the manager is
+            created outside the main thread.
         OSError: the root is a file or is not writable. If only rank 0 fails, the other ranks raise
             a RuntimeError.
         CheckpointError: the root is a single checkpoint.
@@ -167,59 +141,31 @@ class CheckpointManager:
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: str | os.PathLike[str] | StepStore,
         *,
         interval: Interval = 1,
-        save_on_steps: Collection[int] = (),
-        max_overhead: float = 0.01,
-        mtbf_hours: float = 24.0,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_every_hours: float | None = None,
-        keep_best: int | None = None,
-        best_metric: str | Callable[[dict[str, float]], float] | None = None,
-        best_mode: str = "min",
-        should_keep: Callable[[StepInfo], bool] | None = None,
-        if_busy: str = "wait",
-        preemption_signals: Iterable[int] | None = None,
-        preemption_file: str | os.PathLike[str] | None = None,
-        preemption_deadline: float | None = None,
-        check_replicas: str = "warn",
-        check_replicas_every: int = 10,
-        on_save_error: str = "raise",
-        async_saves: bool = True,
-        staging: str = "blocking",
-        read_only: bool = False,
-        takeover: bool = False,
-        on_commit: Callable[[int], None] | None = None,
-        on_event: Callable[[Event], None] | None = None,
-        tensorboard: Any = None,
-        process_group: dist.ProcessGroup | None = None,
-        timeout: float = TIMEOUT_SECONDS,
-        staging_dir: str | os.PathLike[str] | None = None,
-        export: Export | None = None,
+        keep: SupportsIndex | Retention | None = None,
+        preemption: Preemption | None = DEFAULT_PREEMPTION,
+        saves: SaveOptions = DEFAULT_SAVES,
         write: WriteOptions | None = None,
         read: ReadOptions = DEFAULT_READ_OPTIONS,
+        export: Export | None = None,
+        on_save_error: str = "raise",
+        on_event: Callable[[Event], None] | None = None,
+        read_only: bool = False,
+        takeover: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = TIMEOUT_SECONDS,
         **removed: Never,
     ) -> None:
         if removed:
-            refuse_options(CheckpointManager, removed, write=WriteOptions, read=ReadOptions)
-        schedule = ScheduleOptions(interval, save_on_steps, max_overhead, mtbf_hours, if_busy)
-        saves = SaveOptions(
-            check_replicas=check_replicas,
-            check_replicas_every=check_replicas_every,
-            on_save_error=on_save_error,
-            async_saves=async_saves,
-            staging=staging,
-            on_commit=on_commit,
-            preemption_deadline=preemption_deadline,
-            write=WriteOptions(progress=stderr_is_terminal()) if write is None else write,
-        )
-        notices = PreemptionOptions(preemption_signals, preemption_file)
-        self._retention = Retention(
-            keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep
-        )
-        self._store = open_steps(root, staging_dir=staging_dir)
+            refuse_keyword(CheckpointManager, removed, MOVED)
+        if write is None:
+            write = WriteOptions(progress=stderr_is_terminal())
+        require_policies(preemption, saves, write, read)
+        require_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
+        self._retention = Retention.of(keep)
+        self._store = root if isinstance(root, StepStore) else open_steps(root)
         if export is not None and absolute(export.root) == absolute(self._store.root):
             raise ValueError(f"{export.root}: exports need another directory than the steps")
         self._read_only = read_only
@@ -237,7 +183,7 @@ class CheckpointManager:
         self._store.lease = self._lease
 
         def begin() -> None:
-            self._report = Reporters(self._rank, on_event, tensorboard)
+            self._report = Reporters(self._rank, on_event)
             self._store.require_root()
             self._lease.take()
 
@@ -263,12 +209,15 @@ class CheckpointManager:
             )
             self._deletions = Deletions(self._store, self._retention, self._report)
             self._restorer = Restorer(run, self._deletions, read)
-            self._schedule = Schedule(schedule, group.subgroup(attempt), timeout)
+            self._schedule = Schedule(interval, saves, group.subgroup(attempt), timeout)
             self._timeline = Timeline(run, self._deletions)
             self._saver = Saver(
                 run,
                 weakref.ref(self),
                 saves,
+                write,
+                None if preemption is None else preemption.deadline,
+                on_save_error,
                 self._timeline,
                 self._schedule,
                 self._deletions,
@@ -276,7 +225,7 @@ class CheckpointManager:
                 self._before_save,
                 Exports(export, group.subgroup(f"{attempt}-exports"), timeout),
             )
-            watched = PreemptionOptions((), None) if read_only else notices
+            watched = None if read_only else preemption
             self._notice = PreemptionNotice(watched, process_group, timeout)
             # From here on close() releases the lease.
             undo.pop_all()
@@ -309,7 +258,7 @@ class CheckpointManager:
             step: number of finished steps; must not be smaller than in the previous call.
             state: dict of the training state: modules, optimizers, LR schedulers, other objects
                 with ``state_dict()`` and ``load_state_dict()``, tensors and plain values; see
-                :class:`torch_ckpt.state.app_state.AppState`.
+                docs/state.md.
             metrics: numbers by name, for ``keep_best`` and :meth:`metrics`. Only rank 0's metrics
                 are used.
             notes: JSON values by name, for :class:`torch_ckpt.steps.StepInfo`. Only rank 0's notes
@@ -529,7 +478,6 @@ class CheckpointManager:
         self._saver.is_closed = True
         self._notice.close()
         self._deletions.close()
-        self._report.close()
         pending = self._saver.pending
         if pending is None:
             self._lease.release()
@@ -662,12 +610,12 @@ class CheckpointManager:
         """Returns the best complete step by ``best_metric``; None if no step has that metric.
 
         Raises:
-            ValueError: the manager has no ``best_metric``.
+            ValueError: the retention rules have no ``best_metric``.
         """
         if self._retention.best_metric is None:
             raise ValueError(
-                "best_step() needs a metric to compare. Pass its name to CheckpointManager as "
-                "best_metric."
+                "best_step() needs a metric to compare. Pass keep=Retention(best_metric=...) to "
+                "CheckpointManager."
             )
         best = self._retention.best_first(self._store.entries(leftovers=False))
         return best[0].step if best else None
@@ -773,15 +721,15 @@ class CheckpointManager:
             reserve_for_state(
                 live_tensors(state),
                 ranks=self._run.ranks,
-                files=self._saver.options.write.files,
-                max_host_bytes=self._saver.options.write.max_host_bytes,
+                files=self._saver.write.files,
+                max_host_bytes=self._saver.write.max_host_bytes,
             )
 
     def _stop(self, step: int) -> None:
         self._notice.stops = True
         message = f"all ranks stop at step {step}: {self._notice.reason}"
         self._report(Event("preempted", step, self._rank, message=message))
-        if self._saver.options.preemption_deadline is not None:
+        if self._saver.deadline is not None:
             self.wait_until_finished()
 
     def _warn_of_unsaved_step(self) -> None:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.manager.option_groups import PreemptionOptions
+from torch_ckpt.manager.policies import Preemption
 from torch_ckpt.multihost.preemption import PreemptionWatch, current_watch, watch_for_preemption
 
 
@@ -25,7 +25,7 @@ class PreemptionNotice:
     """One user's share of a process group's watch.
 
     Args:
-        options: which notices to watch for.
+        options: which notices to watch for; None for no notice.
         process_group: None for the default group.
         timeout: see :func:`torch_ckpt.multihost.watch_for_preemption`.
 
@@ -42,15 +42,17 @@ class PreemptionNotice:
 
     def __init__(
         self,
-        options: PreemptionOptions,
+        options: Preemption | None,
         process_group: dist.ProcessGroup | None,
         timeout: float,
     ) -> None:
-        signals, file = options.signals, options.file
         self.stops = False
         self.is_polled = False
         self._is_ignored = False
         self._watch: PreemptionWatch | None = None
+        if options is None:
+            return
+        signals, file = options.signals, options.file
         numbers: tuple[int, ...] = (signal.SIGTERM,) if signals is None else tuple(signals)
         if not numbers and file is None:
             return
@@ -72,9 +74,8 @@ class PreemptionNotice:
             () if signals is None else numbers, file
         ):
             LOGGER.warning(
-                "ignoring preemption_signals=%s and preemption_file=%s: the process group already "
-                "has a watch for other notices. Pass all signals and files to the first watch or "
-                "manager.",
+                "ignoring Preemption(signals=%s, file=%s): the process group already has a watch "
+                "for other notices. Pass all signals and files to the first watch or manager.",
                 numbers,
                 file,
             )

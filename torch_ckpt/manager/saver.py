@@ -44,10 +44,11 @@ from torch_ckpt.errors import OnCommitFailed
 from torch_ckpt.events import Event
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.exports import Exports
-from torch_ckpt.manager.option_groups import SaveOptions
+from torch_ckpt.manager.policies import SaveOptions
 from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import causes, dead_ranks, of_torch
 from torch_ckpt.ranks.group import RankGroup, group_for
@@ -122,6 +123,9 @@ class Saver:
 
     Attributes:
         owner: the manager, which a running save keeps alive: the save needs the manager's lease.
+        write: the options of the files.
+        deadline: seconds between a preemption notice and the end of the process, if known.
+        on_error: see ``on_save_error`` of the manager.
         deletions: the manager's deletions, which also make room if the disk is full.
         retention: the retention rules, which may require a metric.
         exports: the model that is exported, if any.
@@ -133,6 +137,9 @@ class Saver:
     run: RunContext
     owner: weakref.ref[Any]
     options: SaveOptions
+    write: WriteOptions
+    deadline: float | None
+    on_error: str
     timeline: Timeline
     schedule: Schedule
     deletions: Deletions
@@ -445,7 +452,7 @@ class Saver:
             )
             target = run.store.target(
                 step,
-                self.options.write,
+                self.write,
                 attempt=run.attempt,
                 may_replace=self.timeline.may_replace(step),
                 marker=marker_if_leased,
@@ -462,7 +469,7 @@ class Saver:
         return values, total, target
 
     def _log_expected_time(self, step: int, bytes_of_state: int) -> None:
-        deadline = self.options.preemption_deadline
+        deadline = self.deadline
         if deadline is None or self.run.rank != 0:
             return
         expected = (
@@ -472,7 +479,7 @@ class Saver:
         )
         LOGGER.log(
             logging.WARNING if self._last_seconds > deadline else logging.INFO,
-            "saving step %d before preemption (preemption_deadline: %.0f s); %s",
+            "saving step %d before preemption (deadline: %.0f s); %s",
             step,
             deadline,
             expected,
@@ -529,7 +536,7 @@ class Saver:
     def _count(self, error: BaseException) -> None:
         with self._lock:
             self.errors += 1
-            self._failure = error if self.options.on_save_error == "raise" else None
+            self._failure = error if self.on_error == "raise" else None
 
     def _take_failure(self) -> BaseException | None:
         with self._lock:

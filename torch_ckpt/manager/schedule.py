@@ -24,8 +24,8 @@ from datetime import timedelta
 from typing import SupportsIndex, TypeVar
 
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.intervals import AutoInterval
-from torch_ckpt.manager.option_groups import ScheduleOptions
+from torch_ckpt.intervals import AutoInterval, MeasuredInterval
+from torch_ckpt.manager.policies import Interval, SaveOptions
 from torch_ckpt.ranks.failures import failed_on, silent_ranks
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.ranks.store import peek
@@ -40,36 +40,40 @@ class Schedule:
     """Decides at which steps to save. All ranks come to the same decisions.
 
     Args:
+        interval: see :class:`torch_ckpt.CheckpointManager`.
+        saves: the steps to save regardless of the interval, and what to do during another save.
         group: the ranks; used by this schedule only.
         timeout: seconds to wait for rank 0's decision.
         clock: returns seconds; None means :func:`time.monotonic`.
 
     Attributes:
-        auto: computes the interval if ``interval`` is "auto"; otherwise None.
+        auto: computes the interval if it depends on the cost of saves; otherwise None.
         decisions: the decisions of rank 0.
     """
 
     def __init__(
         self,
-        options: ScheduleOptions,
+        interval: Interval,
+        saves: SaveOptions,
         group: RankGroup,
         timeout: float,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        interval = options.interval
-        self.auto: AutoInterval | None = None
+        self.auto: MeasuredInterval | None = None
         self._min_seconds: Callable[[], float] | None = None
         self._accepts_step: Callable[[int], bool] = lambda _step: True
-        if callable(interval):
+        if interval == "auto":
+            interval = AutoInterval()
+        if isinstance(interval, AutoInterval):
+            auto = self.auto = MeasuredInterval(interval)
+            self._min_seconds = lambda: auto.seconds
+        elif callable(interval) and not isinstance(interval, type):
             self._accepts_step = interval
         elif isinstance(interval, timedelta):
             seconds = interval.total_seconds()
             if seconds <= 0:
                 raise ValueError(f"interval must be positive, got {interval}")
             self._min_seconds = lambda: seconds
-        elif interval == "auto":
-            auto = self.auto = AutoInterval(options.max_overhead, options.mtbf_hours * 3600)
-            self._min_seconds = lambda: auto.seconds
         elif isinstance(interval, SupportsIndex) and not isinstance(interval, bool):
             every = operator.index(interval)
             if every < 1:
@@ -77,11 +81,11 @@ class Schedule:
             self._accepts_step = lambda step: step % every == 0
         else:
             raise ValueError(
-                "interval must be a positive number of steps, a timedelta, 'auto' or a function "
-                f"of the step, got {interval!r}"
+                "interval must be a positive number of steps, a timedelta, 'auto', an AutoInterval "
+                f"or a function of the step, got {interval!r}"
             )
-        self._steps = frozenset(options.save_on_steps)
-        self._skip_if_busy = options.if_busy == "skip"
+        self._steps = saves.save_on_steps
+        self._skip_if_busy = saves.if_busy == "skip"
         self._clock = clock = clock or time.monotonic
         self.decisions = Decisions(group, timeout, clock)
         self._last_start = clock()

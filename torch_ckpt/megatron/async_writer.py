@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
@@ -40,6 +40,7 @@ from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
+from torch_ckpt.checkpoint.file_system import WriterArguments
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.metadata import DCP_VERSION
 from torch_ckpt.errors import CheckpointError
@@ -51,6 +52,9 @@ from torch_ckpt.ranks.failures import capture_exceptions
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.saving.items import completed, keeps_default_lookup, resolve
 from torch_ckpt.saving.writer import FileSystemWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since Python 3.11
 
 # Megatron expects a list of buckets. This one has one task, or none if there is nothing to write.
 Buckets = list[WriteTask]
@@ -116,7 +120,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         open_file: Callable[..., Any] = open,
         on_failure: str = "return",
         timeout: float = TIMEOUT_SECONDS,
-        **kwargs: Any,
+        **kwargs: Unpack[WriterArguments],
     ) -> None:
         require_choice("on_failure", on_failure, ("return", "raise"))
         self.use_msc = use_msc  # The base class asks whether the files are local.
@@ -280,7 +284,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @staticmethod
     def write_preloaded_data_multithread(
-        transform_list: list[_StorageWriterTransforms], *arguments: Any, **named: Any
+        transform_list: list[_StorageWriterTransforms], *arguments: Any, **named: object
     ) -> None:
         """Waits until a staged task has ended, and puts the task's outcome into a queue. Never
         raises. The queue receives one item: either a dict of results by file number, or an
@@ -294,7 +298,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 A task that has not been staged yet is staged first.
             named: any of these arguments, passed by name.
         """
-        last = [named[name] for name in _LAST_ARGUMENTS if name in named]
+        last: list[Any] = [named[name] for name in _LAST_ARGUMENTS if name in named]
         rank, staged, results_queue = [*arguments, *last][-3:]
         if isinstance(results_queue, ResultsQueue):
             # If this fails, put() fails, too, and the error is logged below.
@@ -320,7 +324,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         results_queue: Any,
         count_queue: Any,
         use_fsync: bool = True,
-        **others: Any,
+        **others: object,
     ) -> None:
         """Waits until one staged task has ended, and puts the task's results or error into a queue.
 

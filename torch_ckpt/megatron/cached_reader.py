@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_ckpt.checkpoint.file_system import ReaderArguments
 from torch_ckpt.checkpoint.metadata import decode_indexed
 from torch_ckpt.loading.reader import FileSystemReader
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since Python 3.11
 
 #: Number of checkpoints whose metadata is cached: the last two.
 _CACHE_SIZE = 2
@@ -43,7 +47,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         path: str | os.PathLike[str],
         *args: Any,
         cache_metadata: bool = True,
-        **kwargs: Any,
+        **kwargs: Unpack[ReaderArguments],
     ) -> None:
         # torch's second argument is a registry of stream extensions, never a bool.
         if args and isinstance(args[0], bool):

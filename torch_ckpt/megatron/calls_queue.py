@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class AsyncCallsQueue:
         io_priority: int | None = None,
         *,
         reserve_bytes: int = 0,
-        **_others: Any,
+        **_others: object,
     ) -> None:
         """Sets the priorities of the engine's threads. Starts no process.
 

@@ -240,7 +240,7 @@ def _bind_options(cls: type, options: Mapping[str, Any]) -> type:
     initialize: Callable[..., None] = cls.__init__  # type: ignore[misc]
 
     @wraps(initialize)  # keeps the signature, which Megatron inspects for options
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: object, **kwargs: object) -> None:
         initialize(self, *args, **{**kwargs, **options})
 
     bound = type(cls.__name__, (cls,), {"__init__": init, "__doc__": cls.__doc__})

@@ -398,7 +398,7 @@ def _broadcast(
     if call.rank == source and not is_in_place:
         torch.cat([part.to(device) for part in batch], out=buffer)
     origin = dist.get_global_rank(group, source) if group is not None else source
-    _run_collective(call, dist.broadcast, buffer, src=origin, group=group)
+    _run_collective(call, lambda: dist.broadcast(buffer, src=origin, group=group))
     if call.rank != source and not is_in_place:
         for part, received in zip(
             batch, torch.split(buffer, [p.numel() for p in batch]), strict=True
@@ -442,7 +442,7 @@ def _gather_batch(
         part = gather.own[begin:end]
         own[at : at + part.numel()].copy_(part)
         at += end - begin
-    _run_collective(call, dist.all_gather_into_tensor, gathered, own, group=group)
+    _run_collective(call, lambda: dist.all_gather_into_tensor(gathered, own, group=group))
     for rank, received in enumerate(torch.split(gathered, size)):
         at = 0
         for gather, begin, end in batch:
@@ -451,11 +451,9 @@ def _gather_batch(
             at += end - begin
 
 
-def _run_collective(
-    call: CollectiveCall, collective: Callable[..., Any], *args: Any, **options: Any
-) -> None:
+def _run_collective(call: CollectiveCall, collective: Callable[[], object]) -> None:
     try:
-        collective(*args, **options)
+        collective()
     except RuntimeError as cause:
         raise ConnectionError(
             f"{call.name}: rank {call.rank} lost the process group while sending tensors "

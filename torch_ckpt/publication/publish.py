@@ -78,7 +78,7 @@ def publish(
         delta: also write ``torch_ckpt.delta``, with the elements that have changed since ``base``,
             for programs that fetch versions over a network. :func:`torch_ckpt.apply_delta` applies
             it. If ``base`` is None, the newest version is the base.
-        keep: number of newest versions to keep, or rules (:class:`torch_ckpt.retention.Retention`).
+        keep: number of newest versions to keep, or rules (:class:`torch_ckpt.Retention`).
             Other versions are deleted after the publication, unless a process is loading them with
             torch_ckpt. None keeps all versions.
         format: the options of the files.
@@ -151,7 +151,7 @@ def async_publish(
 
     Example::
 
-        handle = torch_ckpt.async_publish(model.state_dict(), "policy", version=100, delta=True)
+        handle = async_publish(model.state_dict(), "policy", version=100, delta=True)
         train_one_step()
         handle.result()  # waits until the version is visible
     """
@@ -183,10 +183,7 @@ def version_options(
         version = int(step_name(operator.index(version)))
     if base is not None and base != "latest":
         base = _number(base, 'base must be the number of a version or "latest"')
-    if keep is not None and not isinstance(keep, Retention):
-        keep = Retention(
-            keep_last=_number(keep, "keep must be a number of versions or a Retention")
-        )
+    keep = None if keep is None else Retention.of(keep)
     base = "latest" if delta and base is None else base
     return {"version": version, "base": base, "delta": delta, "keep": keep}
 

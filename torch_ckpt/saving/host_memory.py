@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt import _C, _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
+from torch_ckpt._core import trim_pool as trim_pool
 from torch_ckpt.options import CHUNK_BYTES, DEVICE_CHUNK_BYTES, Background
 
 #: Maximum share of the free memory that a snapshot uses. Other code may need the remaining memory.
@@ -342,7 +343,7 @@ class Reserve:
     def limit(self, max_host_bytes: int) -> None:
         """Implements :func:`limit_to_budget`."""
         if not self._is_requested and _core.reserve_bytes() > max_host_bytes:
-            _core.trim_pool(max_host_bytes)
+            trim_pool(max_host_bytes)
 
     def join(self) -> None:
         """Waits for the threads that allocate."""

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from torch_ckpt import _C, _core
+from torch_ckpt._base.checks import require_instance
 from torch_ckpt._base.paths import absolute, refuse_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.lease import DirectoryLease, refuse_hidden_save, remove_own
@@ -61,6 +62,7 @@ class Target:
     finds_unchanged = True
 
     def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:
+        require_instance("options", options, WriteOptions)
         self.path = os.fspath(path)
         self.options = options
         #: True while the target does work that may take long but moves no bytes.

@@ -183,7 +183,7 @@ class AppState:
 
     Example::
 
-        app_state = torch_ckpt.AppState({"model": model, "optimizer": optimizer, "step": 100})
+        app_state = AppState({"model": model, "optimizer": optimizer, "step": 100})
         torch_ckpt.save(app_state.state_dict, "checkpoints/100")
 
         target = app_state.target()

@@ -107,8 +107,8 @@ def load(
 class LoadSession:
     """One load on this rank. The methods follow the steps in the module's docstring.
 
-    Values that have a state are loaded in the same way as by :class:`torch_ckpt.AppState`. So are
-    plain values that the checkpoint stores in AppState's layout, as a manager's checkpoint does.
+    Values that have a state are loaded in the same way as by :class:`AppState`. So are plain values
+    that the checkpoint stores in AppState's layout, as a manager's checkpoint does.
 
     Args:
         state_dict: names and values, which are filled in place or replaced.

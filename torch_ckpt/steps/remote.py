@@ -174,7 +174,6 @@ class RemoteSteps(StepStore):
         **arguments: Unpack[LoadArguments],
     ) -> LoadReport | Checkpoint:
         from torch_ckpt.api import load_from
-        from torch_ckpt.options import named_options
         from torch_ckpt.steps.remote_reader import RemoteReader, RemoteSource
 
         files, staging = self._files.below(step_name(step)), self._staging_dir
@@ -183,7 +182,7 @@ class RemoteSteps(StepStore):
             return load_from(
                 state_dict,
                 lambda: RemoteSource(files, staging, options),
-                lambda: RemoteReader(files, staging, **named_options(options)),
+                lambda: RemoteReader(files, staging, options),
                 **arguments,
             )
         finally:

@@ -29,7 +29,7 @@ from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.reader import FileSystemReader
-from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
+from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, named_options
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 
 # Size of a request: large enough to hide latency, small enough to keep MOST_REQUESTS in memory.
@@ -213,11 +213,16 @@ class RemoteReader(FileSystemReader):
 
     Args:
         files, staging_dir: see :class:`RemoteSource`.
-        options: passed to :class:`FileSystemReader`.
+        options: the options of the reads.
     """
 
-    def __init__(self, files: RemoteFiles, staging_dir: str | None, **options: Any) -> None:
-        super().__init__(files.url, **options)
+    def __init__(
+        self,
+        files: RemoteFiles,
+        staging_dir: str | None,
+        options: ReadOptions = DEFAULT_READ_OPTIONS,
+    ) -> None:
+        super().__init__(files.url, **named_options(options))
         self._files = files
         self._staging_dir = staging_dir
 

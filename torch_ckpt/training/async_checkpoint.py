@@ -51,7 +51,7 @@ class AsyncCheckpoint:
             ``staging="overlapped"``, every optimizer in the state is passed to
             :meth:`torch_ckpt.AsyncSave.guard`.
         load_options: dict of options for :func:`torch_ckpt.load`.
-        state: the values to save, passed as keywords; see :class:`torch_ckpt.AppState`.
+        state: the values to save, passed as keywords; see docs/state.md.
 
     The values are also attributes: ``checkpoint.step += 1`` changes the value named ``step``, and
     assigning to a new name adds a value.
@@ -83,7 +83,7 @@ class AsyncCheckpoint:
         save_options: Mapping[str, Any] | None = None,
         load_options: Mapping[str, Any] | None = None,
         /,
-        **state: Any,
+        **state: object,
     ) -> None:
         if SAVE_COUNTER in state:
             raise ValueError(

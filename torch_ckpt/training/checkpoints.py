@@ -97,7 +97,7 @@ def save_checkpoint(
 
     if removed:
         refuse_options(save_checkpoint, removed, options=WriteOptions)
-    options = options or WriteOptions()
+    options = WriteOptions() if options is None else options
     if max_io_threads is not None:
         if options.thread_count is not None:
             raise ValueError(
@@ -199,7 +199,7 @@ def load_checkpoint_if_it_exists(
 
     if removed:
         refuse_options(load_checkpoint_if_it_exists, removed, options=ReadOptions)
-    options = options or ReadOptions()
+    options = ReadOptions() if options is None else options
     if max_io_threads is not None:
         if options.thread_count is not None:
             raise ValueError(

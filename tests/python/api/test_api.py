@@ -27,6 +27,7 @@ from tests.support import (
     stock_load,
     stock_save,
 )
+from torch_ckpt.publication.publish import async_publish
 
 StateDict = dict[str, Any]
 
@@ -206,11 +207,32 @@ def test_a_former_keyword_is_refused_with_the_object_that_has_it(
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("call", [torch_ckpt.save, torch_ckpt.async_save])
-def test_options_of_another_kind_are_refused(call: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"options must be a torch_ckpt\.WriteOptions, got \{\}"):
-        call({}, tmp_path / "c", options={})
+#: Functions with options, by the type of the options.
+WITH_OPTIONS: list[tuple[str, Callable[..., Any]]] = [
+    *(("WriteOptions", call) for call in (torch_ckpt.save, torch_ckpt.async_save)),
+    *(("WriteOptions", call) for call in (torch_ckpt.publish, async_publish)),
+    ("WriteOptions", lambda _state, root, options: torch_ckpt.Export(root, options=options)),
+    *(("ReadOptions", call) for call in (torch_ckpt.load, torch_ckpt.preflight)),
+    ("ReadOptions", torch_ckpt.estimate_read_memory),
+    ("ReadOptions", lambda _state, path, options: torch_ckpt.open(path, options=options)),
+]
+
+
+@pytest.mark.parametrize(("kind", "call"), WITH_OPTIONS)
+@pytest.mark.parametrize("options", [{}, None, torch_ckpt.Background()], ids=str)
+def test_options_of_another_kind_are_refused(
+    kind: str, call: Callable[..., Any], options: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=rf"options must be a torch_ckpt\.{kind}, got"):
+        call({}, tmp_path / "c", options=options)
     assert not (tmp_path / "c").exists()
+
+
+def test_a_format_and_a_background_of_another_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"format must be a torch_ckpt\.Safetensors, got"):
+        torch_ckpt.publish({}, tmp_path / "c", format="safetensors")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"background must be a torch_ckpt\.Background, got None"):
+        torch_ckpt.WriteOptions(background=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("call", [torch_ckpt.save, torch_ckpt.async_save, torch_ckpt.load])

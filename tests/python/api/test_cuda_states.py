@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torch_ckpt
 from tests.forked import in_fork
 from torch_ckpt import _C, _core
+from torch_ckpt.saving.host_memory import trim_pool
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and _C.has_cuda),
@@ -277,7 +278,7 @@ def test_a_state_makes_the_round_trip_in_a_fresh_process(name: str) -> None:
 
 
 def test_the_first_save_fits_into_reserved_memory(tmp_path: Path) -> None:
-    torch_ckpt.trim_pool()
+    trim_pool()
     state = {"t": torch.randn(1 << 22, device=DEVICE)}
     torch_ckpt.reserve_pool(64 << 20, device=DEVICE)
     before = _core.pool_bytes()

@@ -13,6 +13,7 @@ import torch
 
 import torch_ckpt
 from tests.support import StateDict, assert_equal, f32
+from torch_ckpt.inspection.diff import diff
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def test_a_load_reads_the_same_values(
     with DEFAULTS[default]():
         torch_ckpt.load(loaded, tmp_path, **arguments)
         assert torch_ckpt.verify(tmp_path).ok
-        assert torch_ckpt.diff(tmp_path, tmp_path).equal
+        assert diff(tmp_path, tmp_path).equal
     assert_equal(loaded, state_of(1))
 
 

@@ -13,6 +13,7 @@ import torch_ckpt
 from tests.support import cause_of
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.lease import remove_leftovers
 
 STATE = {"weight": torch.arange(10.0), "step": 3}
 
@@ -36,7 +37,7 @@ def test_a_checkpoint_makes_the_round_trip(path: Path) -> None:
     assert torch.equal(found["weight"], STATE["weight"])  # type: ignore[arg-type]
     assert found["step"] == 3
     assert torch_ckpt.verify(path).ok
-    assert torch_ckpt.remove_leftovers(path) == []
+    assert remove_leftovers(path) == []
 
 
 def test_steps_of_a_manager_make_the_round_trip(path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from tests.forked import run_script
 from tests.gates import LIMIT
-from torch_ckpt import Corrupt, Unsafe, _core, remove_leftovers
+from torch_ckpt import Corrupt, Unsafe, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.lease import DirectoryLease
+from torch_ckpt.checkpoint.lease import DirectoryLease, remove_leftovers
 
 
 @pytest.fixture(params=[b"plain", b"odd\xff"], ids=["plain", "not UTF-8"])

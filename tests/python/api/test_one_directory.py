@@ -26,10 +26,11 @@ from tests.forked import Answering, context, end_of, fork
 from tests.gates import Gate, in_thread
 from tests.metadata import read_metadata
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
-from torch_ckpt import CheckpointError, NotCommitted, _core
+from torch_ckpt import CheckpointError, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.lease import DirectoryLease
+from torch_ckpt.checkpoint.lease import DirectoryLease, remove_leftovers
 from torch_ckpt.checkpoint.metadata import encode_metadata
+from torch_ckpt.errors import NotCommitted
 
 TENSORS = 8
 
@@ -291,7 +292,7 @@ def test_a_file_named_with_another_spelling_in_the_metadata_stays(tmp_path: Path
         info.relative_path = f"./{info.relative_path}"
     (tmp_path / ".metadata").write_bytes(encode_metadata(metadata))
     before = names_in(tmp_path)
-    assert torch_ckpt.remove_leftovers(tmp_path) == []
+    assert remove_leftovers(tmp_path) == []
     assert names_in(tmp_path) == before
     assert_holds(tmp_path, 1)
 
@@ -315,9 +316,9 @@ def test_leftovers_of_a_dead_save_can_be_removed_and_are_named(
     (tmp_path / "notes.txt").write_text("somebody's")
     added = names_in(tmp_path) - kept
     assert len(added) > 1
-    assert torch_ckpt.remove_leftovers(tmp_path) == sorted(added)
+    assert remove_leftovers(tmp_path) == sorted(added)
     assert names_in(tmp_path) == kept
-    assert torch_ckpt.remove_leftovers(tmp_path) == []
+    assert remove_leftovers(tmp_path) == []
 
 
 def test_leftovers_are_not_removed_while_a_save_is_running(tmp_path: Path) -> None:
@@ -327,13 +328,13 @@ def test_leftovers_are_not_removed_while_a_save_is_running(tmp_path: Path) -> No
         held_save(tmp_path, 1),
         pytest.raises(CheckpointError, match="a save or load is in progress"),
     ):
-        torch_ckpt.remove_leftovers(tmp_path)
+        remove_leftovers(tmp_path)
     assert_holds(tmp_path, 1)
 
 
 def test_a_missing_directory_has_no_leftovers(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        torch_ckpt.remove_leftovers(tmp_path / "nothing")
+        remove_leftovers(tmp_path / "nothing")
 
 
 # --- loads beside saves --------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch_ckpt
 from tests.forked import forked, in_fork
 from tests.support import assert_equal, emptied, open_descriptors
 from torch_ckpt import CheckpointManager, RNGState
+from torch_ckpt.manager import SaveOptions
 
 State = dict[str, Any]
 
@@ -113,7 +114,7 @@ def test_a_child_forked_during_a_background_save_saves_and_loads(tmp_path: Path)
         torch_ckpt.save(state, tmp_path / "by child")
         torch_ckpt.async_save(state, tmp_path / "by child, in background").result()
 
-    with CheckpointManager(tmp_path / "root", on_commit=block) as manager:
+    with CheckpointManager(tmp_path / "root", saves=SaveOptions(on_commit=block)) as manager:
         manager.save(1, dict(state))
         entered.wait()  # The save is in progress.
         try:
@@ -127,7 +128,7 @@ def test_repeated_saves_keep_no_descriptor_and_no_thread(tmp_path: Path) -> None
     model, optimizer = model_and_optimizer()
 
     def counts_after(root: Path, steps: int) -> tuple[int, int, int]:
-        with CheckpointManager(root, keep_last=2) as manager:
+        with CheckpointManager(root, keep=2) as manager:
             for step in range(1, steps + 1):
                 state = {"m": model, "o": optimizer, "rng": RNGState(), "step": step}
                 manager.save(step, state)

@@ -20,8 +20,10 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.inspection.diff import diff
 from torch_ckpt.inspection.explain import explain
 from torch_ckpt.inspection.listing import examine
+from torch_ckpt.inspection.show import show
 from torch_ckpt.steps import LocalSteps
 
 
@@ -77,8 +79,8 @@ def test_each_function_that_reads_a_checkpoint_accepts_steps_and_roots(
     report = torch_ckpt.verify(path)
     # The markers of a step belong to it.
     assert (report.checkpoint, report.unreferenced) == (step, [])
-    assert torch_ckpt.show(path).checkpoint == step
-    assert torch_ckpt.diff(path, root / "40").a == step
+    assert show(path).checkpoint == step
+    assert diff(path, root / "40").a == step
     assert explain(path).checkpoint == step
     assert examine(path).path == step
     assert torch_ckpt.preflight({"w": torch.zeros(5, 3)}, path).loaded == ["w"]

@@ -13,6 +13,7 @@ from tests.fault_hooks import at_fault_points, failing
 from tests.forked import run_script
 from tests.support import assert_equal, files_limited_to, save
 from torch_ckpt.conversion.convert import convert
+from torch_ckpt.errors import DurabilityUncertain
 
 TARGETS: dict[str, dict[str, Any]] = {
     "m.pt": {},
@@ -50,7 +51,7 @@ def test_a_target_whose_last_fsync_fails_exists_and_durability_is_uncertain(
     match = f"{target} is complete, but may be lost in a power cut"
     with (
         failing("fsync_directory", errno.EIO, tmp_path),
-        pytest.raises(torch_ckpt.DurabilityUncertain, match=match),
+        pytest.raises(DurabilityUncertain, match=match),
     ):
         convert(source, tmp_path / target, **TARGETS[target])
     assert first_value(tmp_path / target) == 1.0

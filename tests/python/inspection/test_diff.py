@@ -38,6 +38,8 @@ from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.boxes import split_into_boxes
+from torch_ckpt.inspection.diff import diff
+from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
 
 MIB = 1 << 20
 
@@ -53,15 +55,15 @@ STATE: StateDict = {
 
 def compared(
     tmp_path: Path, a: StateDict, b: StateDict, *, write: Callable[..., Any] = save, **options: Any
-) -> torch_ckpt.DiffReport:
+) -> DiffReport:
     save(a, tmp_path / "a")
     write(b, tmp_path / "b")
-    return torch_ckpt.diff(tmp_path / "a", tmp_path / "b", **options)
+    return diff(tmp_path / "a", tmp_path / "b", **options)
 
 
 def difference(
     tmp_path: Path, a: torch.Tensor, b: torch.Tensor, **options: Any
-) -> torch_ckpt.TensorDifference:
+) -> TensorDifference:
     (found,) = compared(tmp_path, {"t": a}, {"t": b}, **options).tensors
     return found
 
@@ -106,7 +108,7 @@ def test_different_shards_of_one_tensor_are_equal(tmp_path: Path) -> None:
     shards(tmp_path / "quarters", "t", tensor, quarters)
     save({"t": tensor}, tmp_path / "whole")
     for other in ("quarters", "whole"):
-        assert torch_ckpt.diff(tmp_path / "rows", tmp_path / other).equal
+        assert diff(tmp_path / "rows", tmp_path / other).equal
 
 
 def test_one_changed_element_in_different_shards_is_found(tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_one_changed_element_in_different_shards_is_found(tmp_path: Path) -> Non
     shards(tmp_path / "rows", "t", tensor, [((0, 0), (25, 30)), ((25, 0), (15, 30))])
     tensor[31, 17] += 5
     shards(tmp_path / "columns", "t", tensor, [((0, 0), (40, 7)), ((0, 7), (40, 23))])
-    (found,) = torch_ckpt.diff(tmp_path / "rows", tmp_path / "columns").tensors
+    (found,) = diff(tmp_path / "rows", tmp_path / "columns").tensors
     assert (found.differing, found.largest_absolute, found.index) == (1, 5, (31, 17))
 
 
@@ -146,7 +148,7 @@ def test_different_dtypes_are_reported_and_values_are_compared(tmp_path: Path) -
     assert report.dtypes == [("x", "float32", "bfloat16")]
     assert not report.tensors
     assert not report.equal
-    tolerant = torch_ckpt.diff(tmp_path / "a", tmp_path / "b", atol=0.0)
+    tolerant = diff(tmp_path / "a", tmp_path / "b", atol=0.0)
     assert tolerant.equal
     assert tolerant.dtypes == report.dtypes
 
@@ -257,7 +259,7 @@ def test_tolerances_are_relative_to_the_second_checkpoint(tmp_path: Path) -> Non
     report = compared(tmp_path, {"t": a}, {"t": b}, atol=0.5, rtol=0.005)
     assert report.equal
     assert report.tensors[0].differing == 2
-    stricter = torch_ckpt.diff(tmp_path / "a", tmp_path / "b", atol=0.4, rtol=0.0099)
+    stricter = diff(tmp_path / "a", tmp_path / "b", atol=0.4, rtol=0.0099)
     assert not stricter.equal
     assert stricter.tensors[0].outside == 1
 
@@ -378,7 +380,7 @@ def test_damage_is_an_error_and_not_a_difference(tmp_path: Path) -> None:
     place = place_of(read_metadata(tmp_path / "b"), "weight")
     flip_bit(data_files(tmp_path / "b")[0], place.offset + 1000, 0)
     with pytest.raises(torch_ckpt.Corrupt, match="weight"):
-        torch_ckpt.diff(tmp_path / "a", tmp_path / "b")
+        diff(tmp_path / "a", tmp_path / "b")
 
 
 def test_a_tensor_with_a_gap_cannot_be_compared(tmp_path: Path) -> None:
@@ -386,7 +388,7 @@ def test_a_tensor_with_a_gap_cannot_be_compared(tmp_path: Path) -> None:
     shards(tmp_path / "a", "t", tensor, [((0, 0), (2, 3)), ((3, 0), (1, 3))])
     save({"t": tensor}, tmp_path / "b")
     with pytest.raises(torch_ckpt.Corrupt, match=r"t: no shard covers the element at \[2, 0\]"):
-        torch_ckpt.diff(tmp_path / "a", tmp_path / "b")
+        diff(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize(
@@ -401,7 +403,7 @@ def test_options_out_of_range_are_refused(
     tmp_path: Path, option: str, value: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        torch_ckpt.diff(tmp_path, tmp_path, **{option: value})
+        diff(tmp_path, tmp_path, **{option: value})
 
 
 def test_progress_reaches_the_total(tmp_path: Path) -> None:
@@ -431,13 +433,13 @@ def test_names_select_the_compared_values(tmp_path: Path) -> None:
     common = {"model": {"a": torch.zeros(3), "b": 1}, "modelling": 1}
     save({**common, "step": 1, "only a": 1}, tmp_path / "a")
     save({**common, "step": 2, "only b": 1}, tmp_path / "b")
-    assert not torch_ckpt.diff(tmp_path / "a", tmp_path / "b").equal
-    report = torch_ckpt.diff(tmp_path / "a", tmp_path / "b", ["model"])
+    assert not diff(tmp_path / "a", tmp_path / "b").equal
+    report = diff(tmp_path / "a", tmp_path / "b", ["model"])
     assert (report.equal, report.same) == (True, 2)
-    report = torch_ckpt.diff(tmp_path / "a", tmp_path / "b", ["only*"])
+    report = diff(tmp_path / "a", tmp_path / "b", ["only*"])
     assert (report.only_in_a, report.only_in_b, report.objects) == (["only a"], ["only b"], [])
     with pytest.raises(CheckpointError, match="no name matches other"):
-        torch_ckpt.diff(tmp_path / "a", tmp_path / "b", ["other"])
+        diff(tmp_path / "a", tmp_path / "b", ["other"])
 
 
 def test_the_command_can_print_only_differences(tmp_path: Path, run: Run) -> None:

@@ -25,8 +25,7 @@ from tests.support import (
     save,
     stock_save,
 )
-from torch_ckpt import ShownObject, ShownTensor
-from torch_ckpt.inspection import show
+from torch_ckpt.inspection.show import Place, ShownObject, ShownTensor, Statistics, show
 
 STATE: StateDict = {
     "layers.10.weight": torch.arange(600, dtype=torch.float32).view(20, 30),
@@ -41,7 +40,7 @@ class Custom:
 
 
 def shown(path: Path, name: str, **options: Any) -> Any:
-    (item,) = torch_ckpt.show(path, [name], **options).items
+    (item,) = show(path, [name], **options).items
     return item
 
 
@@ -59,9 +58,7 @@ def test_a_tensor_is_shown_with_statistics_values_and_locations(write: Any, tmp_
     info = place_of(read_metadata(tmp_path), "layers.10.weight")
     assert (item.dtype, item.shape, item.bytes) == ("float32", (20, 30), 2400)
     assert item.first == [0.0, 1.0, 2.0]
-    assert item.places == [
-        show.Place(info.relative_path, info.offset, info.length, (0, 0), (20, 30))
-    ]
+    assert item.places == [Place(info.relative_path, info.offset, info.length, (0, 0), (20, 30))]
     assert (item.statistics.min, item.statistics.max, item.statistics.zeros) == (0, 599, 1)
     assert item.statistics.mean == pytest.approx(299.5)
     expected = STATE["layers.10.weight"].double().std(correction=0)
@@ -87,11 +84,11 @@ def test_a_tensor_of_many_shards_has_the_statistics_of_the_full_tensor(tmp_path:
     [
         (
             torch.tensor([math.nan, math.inf, -math.inf, -1.0, 3.0, 0.0, -0.0]),
-            show.Statistics(-1.0, 3.0, 0.5, 1.5, 2, 1, 2),
+            Statistics(-1.0, 3.0, 0.5, 1.5, 2, 1, 2),
         ),
         (
             torch.tensor([math.nan, math.inf]),
-            show.Statistics(None, None, None, None, 0, 1, 1),
+            Statistics(None, None, None, None, 0, 1, 1),
         ),
         (torch.empty(0), None),
         (torch.empty(3, 0), None),
@@ -99,7 +96,7 @@ def test_a_tensor_of_many_shards_has_the_statistics_of_the_full_tensor(tmp_path:
     ids=["some not finite", "none finite", "empty", "rows without elements"],
 )
 def test_only_finite_values_have_statistics(
-    tmp_path: Path, values: torch.Tensor, expected: show.Statistics | None
+    tmp_path: Path, values: torch.Tensor, expected: Statistics | None
 ) -> None:
     item = shown_tensor(tmp_path, values)
     assert item.statistics == expected
@@ -158,17 +155,17 @@ def test_a_prefix_selects_all_names_below_it_in_numerical_order(
 ) -> None:
     save({**STATE, "layers.1": 1, "layers.1.bias": 2, "layers.10": 3}, tmp_path)
     selected = [patterns] if patterns else []
-    assert [item.name for item in torch_ckpt.show(tmp_path, *selected).items] == names.split()
+    assert [item.name for item in show(tmp_path, *selected).items] == names.split()
 
 
 def test_wrong_patterns_and_options_are_refused(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     with pytest.raises(torch_ckpt.CheckpointError, match=r"no name matches heads\.\*\."):
-        torch_ckpt.show(tmp_path, ["layers.*", "heads.*"])
+        show(tmp_path, ["layers.*", "heads.*"])
     with pytest.raises(ValueError, match="first must not be negative"):
-        torch_ckpt.show(tmp_path, first=-1)
+        show(tmp_path, first=-1)
     with pytest.raises(ValueError, match="names must be a list of patterns"):
-        torch_ckpt.show(tmp_path, "layers.*")
+        show(tmp_path, "layers.*")
 
 
 def test_an_object_is_shown_as_its_repr(tmp_path: Path) -> None:
@@ -199,7 +196,7 @@ def test_damaged_values_are_named_and_the_others_are_shown(tmp_path: Path, run: 
     save(STATE, tmp_path)
     info = place_of(read_metadata(tmp_path), "layers.10.weight")
     flip_bit(tmp_path / info.relative_path, info.offset + info.length // 2, 3)
-    report = torch_ckpt.show(tmp_path)
+    report = show(tmp_path)
     assert [item.name for item in report.items] == ["config.betas", "layers.9.weight", "step"]
     ((name, what),) = report.damaged
     assert name == "layers.10.weight"
@@ -208,7 +205,7 @@ def test_damaged_values_are_named_and_the_others_are_shown(tmp_path: Path, run: 
     last = run("show", tmp_path, code=1).splitlines()[-1]
     assert last.startswith("damaged: layers.10.weight: ")
     data_files(tmp_path)[0].unlink()
-    lost = torch_ckpt.show(tmp_path, ["layers.*"]).damaged
+    lost = show(tmp_path, ["layers.*"]).damaged
     assert [name for name, _ in lost] == ["layers.9.weight", "layers.10.weight"]
     assert all(what.endswith("No such file or directory") for _, what in lost)
 
@@ -217,7 +214,7 @@ def test_an_io_error_is_not_damage(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     too_many = pytest.raises(OSError, match="Too many open files")
     with failing("openat2", errno.EMFILE, data_files(tmp_path)[0]), too_many:
-        torch_ckpt.show(tmp_path)
+        show(tmp_path)
 
 
 def test_the_command_line_prints_the_selected_values(tmp_path: Path, run: Run) -> None:

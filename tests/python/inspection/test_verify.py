@@ -42,6 +42,9 @@ from tests.support import (
 from tests.verified_checkpoints import STATE, payload_offset, place
 from torch_ckpt import cli
 from torch_ckpt._base.progress import Progress
+from torch_ckpt.inspection.diff import diff
+from torch_ckpt.inspection.show import show
+from torch_ckpt.inspection.verify import VerifyReport
 
 MIB = 1 << 20
 
@@ -52,7 +55,7 @@ def change(path: Path, edit: Callable[[Metadata], None]) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def damaged_names(report: torch_ckpt.VerifyReport) -> list[str | None]:
+def damaged_names(report: VerifyReport) -> list[str | None]:
     return sorted({damage.name for damage in report.damaged}, key=str)
 
 
@@ -491,11 +494,11 @@ def test_a_gap_among_thousands_of_shards_is_found_by_verify_show_and_diff(tmp_pa
     (tmp_path / "data.distcp").write_bytes(bytes(64 * len(chunks)))
     gap = f"no shard covers the element at [{rows - 1}, {rows - 1}]"
     assert torch_ckpt.verify(tmp_path).incomplete == [("t", gap)]
-    ((name, what),) = torch_ckpt.show(tmp_path).damaged
+    ((name, what),) = show(tmp_path).damaged
     assert name == "t"
     assert gap in what
     with pytest.raises(torch_ckpt.Corrupt, match=re.escape(f"t: {gap}")):
-        torch_ckpt.diff(tmp_path, tmp_path)
+        diff(tmp_path, tmp_path)
 
 
 def test_missing_checksums_are_reported_and_are_not_damage(tmp_path: Path) -> None:

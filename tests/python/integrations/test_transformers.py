@@ -74,7 +74,7 @@ def train(
 ) -> Any:
     """Trains from the newest checkpoint beneath the root; returns the trainer."""
     trainer = trainer_for(root, **options)
-    options = {"interval": 100, "preemption_signals": (), **(manager or {})}
+    options = {"interval": 100, "preemption": None, **(manager or {})}
     with torch_ckpt.CheckpointManager(root / "checkpoints", **options) as of:
         callback = CheckpointCallback(trainer, of)
         if kill_at is not None:
@@ -120,7 +120,8 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_run(
 
 
 def test_metrics_of_an_evaluation_select_the_best_step(tmp_path: Path) -> None:
-    options = {"interval": 5, "keep_best": 1, "best_metric": "eval_loss", "keep_last": 1}
+    rules = torch_ckpt.Retention(keep_best=1, best_metric="eval_loss", keep_last=1)
+    options = {"interval": 5, "keep": rules}
     trainer = train(tmp_path, manager=options, eval_strategy="epoch", learning_rate=1e-2)
     rated = [logs["eval_loss"] for logs in trainer.state.log_history if "eval_loss" in logs]
     with torch_ckpt.CheckpointManager(
@@ -213,7 +214,7 @@ def test_the_error_of_an_earlier_save_does_not_lose_the_last_step(
     tmp_path: Path, full_disk_once: None
 ) -> None:
     with pytest.raises(CheckpointException, match="No space left"):
-        train(tmp_path, manager={"save_on_steps": [8]})
+        train(tmp_path, manager={"saves": torch_ckpt.manager.SaveOptions(save_on_steps=[8])})
     assert complete_steps(tmp_path) == [15]
 
 
@@ -248,7 +249,7 @@ def test_flos_are_gathered_only_before_a_save_reads_the_state(
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Any:
-    with torch_ckpt.CheckpointManager(tmp_path / "checkpoints", preemption_signals=()) as manager:
+    with torch_ckpt.CheckpointManager(tmp_path / "checkpoints", preemption=None) as manager:
         yield manager
 
 

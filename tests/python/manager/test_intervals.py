@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.intervals import AutoInterval
-from torch_ckpt.manager.option_groups import Interval, ScheduleOptions
+from torch_ckpt.intervals import AutoInterval, MeasuredInterval
+from torch_ckpt.manager import SaveOptions
+from torch_ckpt.manager.policies import Interval
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.ranks.group import RankGroup
 
@@ -52,12 +53,11 @@ def schedule(
     skip_if_busy: bool = False,
     group: RankGroup | None = None,
     timeout: float = PATIENCE,
-    max_overhead: float = 0.01,
     clock: Callable[[], float] = time.monotonic,
 ) -> Schedule:
-    if_busy = "skip" if skip_if_busy else "wait"
     return Schedule(
-        ScheduleOptions(interval, steps, max_overhead, DAY / 3600, if_busy),
+        interval,
+        SaveOptions(save_on_steps=steps, if_busy="skip" if skip_if_busy else "wait"),
         group=group or RankGroup(None, 0, 1, ""),
         timeout=timeout,
         clock=clock,
@@ -176,8 +176,8 @@ def test_a_skipping_schedule_saves_nothing_while_a_save_is_running(clock: Clock)
 # --- Young and Daly ------------------------------------------------------------------------------
 
 
-def auto(max_overhead: float = 0.5, mtbf_seconds: float = DAY) -> AutoInterval:
-    return AutoInterval(max_overhead, mtbf_seconds)
+def auto(max_overhead: float = 0.5, mtbf_seconds: float = DAY) -> MeasuredInterval:
+    return MeasuredInterval(AutoInterval(max_overhead=max_overhead, mtbf_hours=mtbf_seconds / 3600))
 
 
 @pytest.mark.parametrize(
@@ -240,15 +240,15 @@ def test_a_save_does_not_start_before_the_previous_one_is_written() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        *(((part, DAY), "max_overhead must be between 0 and 1") for part in (0.0, 1.0, -0.1, NAN)),
-        *(((0.01, mtbf), "mtbf_seconds") for mtbf in (0.0, -3600.0, NAN)),
+        *(({"max_overhead": part}, "between 0 and 1") for part in (0.0, 1.0, -0.1, NAN)),
+        *(({"mtbf_hours": mtbf}, "mtbf_hours, .*, must be") for mtbf in (0.0, -1.0, NAN)),
     ],
 )
 def test_other_overheads_and_times_between_failures_are_refused(
-    options: tuple[float, float], text: str
+    options: dict[str, float], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
-        AutoInterval(*options)
+        AutoInterval(**options)
 
 
 def test_the_first_save_starts_at_once_and_its_cost_schedules_the_next(clock: Clock) -> None:

@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from errno import EACCES, EROFS
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,8 @@ from tests.managers import (
     training_of,
 )
 from tests.support import assert_equal, data_files, save
-from torch_ckpt import CheckpointError, CheckpointManager
+from torch_ckpt import CheckpointError, CheckpointManager, Retention
+from torch_ckpt.manager import AutoInterval, Preemption, SaveOptions
 from torch_ckpt.steps.root_lease import LEASE_NAME
 
 # --- saving and restoring -------------------------------------------------------------------------
@@ -45,7 +45,7 @@ from torch_ckpt.steps.root_lease import LEASE_NAME
 def test_the_ten_line_loop_resumes_at_its_last_step(root: Path) -> None:
     first_steps = []
     for until in (5, 12):
-        with CheckpointManager(root, interval=4, preemption_signals=()) as made:
+        with CheckpointManager(root, interval=4, preemption=None) as made:
             training = Training()
             first = made.restore(training.state)
             first_steps.append(first)
@@ -61,7 +61,7 @@ def test_the_ten_line_loop_resumes_at_its_last_step(root: Path) -> None:
 
 
 def test_steps_can_be_listed_before_the_first_save(make: Make) -> None:
-    made = make(keep_best=1, best_metric="loss")
+    made = make(keep=Retention(keep_best=1, best_metric="loss"))
     assert (made.all_steps(), made.steps()) == ([], [])
     assert (made.latest_step(), made.best_step()) == (None, None)
     assert not made.is_saving
@@ -202,7 +202,7 @@ def test_a_part_of_the_state_can_be_restored(make: Make) -> None:
 
 
 def test_synchronous_saves_are_complete_when_save_returns(make: Make) -> None:
-    made = make(async_saves=False)
+    made = make(saves=SaveOptions(async_saves=False))
     train(made, [1])
     assert not made.is_saving
     assert made.all_steps() == [1]
@@ -210,7 +210,7 @@ def test_synchronous_saves_are_complete_when_save_returns(make: Make) -> None:
 
 @pytest.mark.parametrize("how", ["guarded", "waits"])
 def test_with_overlapped_staging_a_guarded_or_waiting_step_may_follow(make: Make, how: str) -> None:
-    made, training = make(staging="overlapped"), training_of(1)
+    made, training = make(saves=SaveOptions(staging="overlapped")), training_of(1)
     made.save(1, training.state)
     if how == "guarded":
         made.guard(training.optimizer)
@@ -231,7 +231,7 @@ def test_writer_options_reach_the_writer(make: Make, root: Path) -> None:
 def test_replicas_are_not_compared_in_one_process(make: Make) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = make(check_replicas="error", check_replicas_every=1)
+        made = make(saves=SaveOptions(check_replicas="error", check_replicas_every=1))
         train(made, [1, 2])
         made.wait_until_finished()
     assert made.all_steps() == [1, 2]
@@ -282,7 +282,7 @@ def test_a_closed_manager_refuses_to_save_and_may_be_closed_again(make: Make) ->
 def test_an_interpreter_that_exits_without_close_finishes_the_save_silently(root: Path) -> None:
     program = (
         "import sys, torch, torch_ckpt\n"
-        "made = torch_ckpt.CheckpointManager(sys.argv[1], keep_last=1)\n"
+        "made = torch_ckpt.CheckpointManager(sys.argv[1], keep=1)\n"
         "for step in (1, 2): made.save(step, {'w': torch.ones(1000)})\n"
     )
     run = run_script(program, root)
@@ -292,7 +292,7 @@ def test_an_interpreter_that_exits_without_close_finishes_the_save_silently(root
 
 def test_a_dropped_manager_restores_signal_handlers_and_warns(root: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    made = CheckpointManager(root, preemption_signals=(signal.SIGUSR1,))
+    made = CheckpointManager(root, preemption=Preemption(signals=(signal.SIGUSR1,)))
     train(made, [1])
     finish(made)
     # The save's thread holds the manager a moment longer, and only the main thread may restore the
@@ -338,7 +338,7 @@ def test_a_read_only_manager_changes_nothing(make: Make, root: Path) -> None:
     left = root / "0000000009.tmp-0a1b2c3d"
     left.mkdir()
     before = signal.getsignal(signal.SIGTERM)
-    made = CheckpointManager(root, read_only=True, keep_last=1)
+    made = CheckpointManager(root, read_only=True, keep=1)
     assert left.exists()
     assert signal.getsignal(signal.SIGTERM) is before
     assert_refused(made, "read-only")
@@ -352,14 +352,15 @@ def test_a_read_only_manager_changes_nothing(make: Make, root: Path) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"if_busy": "drop"}, ValueError, "if_busy must be one of 'wait', 'skip', got 'drop'"),
-    ({"check_replicas": True}, ValueError, "check_replicas must be one of"),
-    ({"check_replicas_every": 0}, ValueError, "check_replicas_every must be at least 1, got 0"),
     ({"on_save_error": "ignore"}, ValueError, "on_save_error must be one of"),
-    ({"staging": "lazy"}, ValueError, "staging must be one of"),
     ({"interval": 0}, ValueError, "interval must be positive, got 0"),
-    ({"interval": "auto", "mtbf_hours": 0}, ValueError, "must be positive, got 0 s"),
-    ({"keep_last": 0}, ValueError, "keep_last must be positive"),
+    ({"interval": AutoInterval}, ValueError, "interval must be .* an AutoInterval"),
+    ({"keep": 0}, ValueError, "keep_last must be positive"),
+    ({"keep": "3"}, TypeError, r"keep must be a number or a torch_ckpt\.Retention, got '3'"),
+    ({"preemption": ()}, TypeError, r"preemption must be a torch_ckpt\.manager\.Preemption, got"),
+    ({"saves": {}}, TypeError, r"saves must be a torch_ckpt\.manager\.SaveOptions, got {}"),
+    ({"write": {}}, TypeError, r"write must be a torch_ckpt\.WriteOptions, got {}"),
+    ({"read": None}, TypeError, r"read must be a torch_ckpt\.ReadOptions, got None"),
     (
         {"keep_lst": 3},
         TypeError,
@@ -367,20 +368,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         "'keep_last'",
     ),
     ({"tread_count": 3}, TypeError, "did you mean 'thread_count'"),
-    ({"keep_every_hours": timedelta(hours=2)}, TypeError, "must be a number of hours, got"),
-    ({"keep_last": "3"}, TypeError, "keep_last must be a number, got '3'"),
-    ({"thread_count": 2}, TypeError, r"write=torch_ckpt\.WriteOptions\(thread_count=\.\.\.\)"),
-    ({"overwrite": True}, TypeError, "overwrite"),
-    ({"allow_pickle": True}, TypeError, r"read=torch_ckpt\.ReadOptions\(allow_pickle=\.\.\.\)"),
-    (
-        {"preemption_signals": ["SIGTERM"]},
-        TypeError,
-        r"preemption_signals must be a list of signal numbers such as \[signal.SIGTERM\], "
-        "but one element is 'SIGTERM'",
-    ),
-    ({"preemption_signals": "SIGTERM"}, TypeError, "must be a list of signal numbers"),
-    ({"preemption_signals": signal.SIGTERM}, TypeError, "must be a list of signal numbers"),
-    ({"preemption_signals": [signal.SIGKILL]}, ValueError, "SIGKILL.* is not a signal that"),
+    ({"signals": ()}, TypeError, "got an unexpected keyword argument 'signals'"),
 ]
 
 
@@ -535,5 +523,5 @@ def test_a_root_that_another_run_removes_meanwhile_is_not_taken_for_a_file(
         return is_directory(path)
 
     monkeypatch.setattr(os.path, "isdir", is_directory_after_removal)
-    with CheckpointManager(root, preemption_signals=()) as manager:
+    with CheckpointManager(root, preemption=None) as manager:
         assert manager.steps() == []

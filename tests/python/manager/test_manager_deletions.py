@@ -32,7 +32,7 @@ from torch_ckpt.steps import LocalSteps
 
 def test_steps_that_no_rule_keeps_are_deleted_in_the_background(make: Make) -> None:
     events: list[Event] = []
-    made = make(keep_last=2, keep_every=4, on_event=events.append)
+    made = make(keep=Retention(keep_last=2, keep_every=4), on_event=events.append)
     train(made, range(1, 11))
     finish(made)
     assert made.all_steps() == [4, 8, 9, 10]
@@ -40,7 +40,7 @@ def test_steps_that_no_rule_keeps_are_deleted_in_the_background(make: Make) -> N
 
 
 def test_the_best_steps_stay(make: Make) -> None:
-    made = make(keep_best=2, best_metric="loss")
+    made = make(keep=Retention(keep_best=2, best_metric="loss"))
     training = Training()
     for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0, 5.0], 1):
         train(made, [step], training, metrics={"loss": loss})
@@ -50,7 +50,7 @@ def test_the_best_steps_stay(make: Make) -> None:
 
 
 def test_a_pinned_step_stays_until_it_is_unpinned(make: Make) -> None:
-    made = make(keep_last=1)
+    made = make(keep=1)
     training = Training()
     train(made, [1], training)
     made.wait_until_finished()
@@ -66,7 +66,7 @@ def test_a_pinned_step_stays_until_it_is_unpinned(make: Make) -> None:
 
 
 def test_the_step_that_was_verified_last_stays_unless_it_is_damaged(make: Make, root: Path) -> None:
-    made = make(keep_last=1, interval=100)
+    made = make(keep=1, interval=100)
     run_of(make, range(1, 4))
     damage(root, 2)
     assert made.verify(1).ok
@@ -77,7 +77,7 @@ def test_the_step_that_was_verified_last_stays_unless_it_is_damaged(make: Make, 
 
 
 def test_a_failed_deletion_is_logged(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    made = make(keep_last=1)
+    made = make(keep=1)
     with failing("rmtree", EIO), caplog.at_level(logging.WARNING, "torch_ckpt"):
         train(made, [1, 2])
         finish(made)
@@ -99,7 +99,7 @@ def test_a_step_can_be_deleted_explicitly(make: Make, root: Path) -> None:
 
 
 def test_a_save_without_enough_space_waits_for_deletions(make: Make, small_disk: Path) -> None:
-    made = make(small_disk / "run", keep_last=1)
+    made = make(small_disk / "run", keep=1)
     state = {"x": torch.ones(3 << 18)}
     with held("rmtree") as gate:
         made.save(1, state)
@@ -119,7 +119,7 @@ def test_a_run_on_a_full_disk_deletes_what_no_rule_keeps(make: Make, small_disk:
     with make(root) as made:
         for step in (1, 2, 3):
             made.save(step, state)
-    made = make(root, keep_last=1)
+    made = make(root, keep=1)
     assert made.restore(state) == 3
     made.save(4, state)
     finish(made)

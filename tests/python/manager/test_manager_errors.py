@@ -30,6 +30,7 @@ from tests.support import cause_of
 from torch_ckpt import CheckpointManager
 from torch_ckpt.errors import CheckpointError, NotCommitted, SourceChanged
 from torch_ckpt.events import Event
+from torch_ckpt.manager import Preemption, SaveOptions
 
 
 @pytest.mark.parametrize("how", ["save", "wait_until_finished", "check_for_errors", "close"])
@@ -112,7 +113,7 @@ def test_training_may_continue_after_an_unreadable_state(make: Make) -> None:
 
 
 def test_a_state_that_changes_too_early_fails_its_save(make: Make) -> None:
-    made, training = make(staging="overlapped"), training_of(1)
+    made, training = make(saves=SaveOptions(staging="overlapped")), training_of(1)
     with held("mkdir", "*.tmp-*") as gate:
         made.save(1, training.state)
         training.step()
@@ -124,7 +125,7 @@ def test_a_state_that_changes_too_early_fails_its_save(make: Make) -> None:
 
 
 def test_a_failed_save_before_a_stop_keeps_the_stop(make: Make, broken: Callable[[], None]) -> None:
-    with make(preemption_signals=(signal.SIGUSR1,)) as made:
+    with make(preemption=Preemption(signals=(signal.SIGUSR1,))) as made:
         training = Training()
         train_until_it_has_failed(made, training)
         broken()

@@ -30,7 +30,8 @@ from tests.managers import (
 )
 from tests.support import Terminal, cause_of
 from torch_ckpt import OnCommitFailed
-from torch_ckpt.events import Event
+from torch_ckpt.events import Event, TensorBoard
+from torch_ckpt.manager import SaveOptions
 from torch_ckpt.steps.root_lease import LEASE_NAME
 
 
@@ -69,7 +70,7 @@ def test_an_exception_in_on_event_is_logged_and_fails_no_save(
         if event.kind in kinds_that_fail:
             raise error
 
-    made = make(keep_last=1, on_event=fail)
+    made = make(keep=1, on_event=fail)
     train(made, [1, 2])
     finish(made)
     for kind in kinds_that_fail:
@@ -103,8 +104,10 @@ def test_on_event_and_on_commit_may_call_the_manager(
             called.set()
             calls[how]()
 
-    notices = {"on_commit": call} if kind == "on_commit" else {"on_event": of_kind(kind, call)}
-    made = make(keep_last=1, **notices)
+    if kind == "on_commit":
+        made = make(keep=1, saves=SaveOptions(on_commit=call))
+    else:
+        made = make(keep=1, on_event=of_kind(kind, call))
     try:
         train(made, [1, 2])
     except ValueError as error:
@@ -126,7 +129,7 @@ def test_tensorboard_gets_the_cost_of_saves(make: Make) -> None:
         def add_scalar(self, name: str, value: float, step: int) -> None:
             scalars.append((name, value, step))
 
-    made = make(tensorboard=Board())
+    made = make(on_event=TensorBoard(Board()))
     train(made, [3])
     made.wait_until_finished()
     restored(made)
@@ -140,11 +143,34 @@ def test_tensorboard_gets_the_cost_of_saves(make: Make) -> None:
     assert all(value >= 0 for _name, value, _step in scalars)
 
 
+class _Refusing:
+    """A writer that raises the name of the first scalar."""
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        raise AssertionError(name)
+
+
+def test_tensorboard_gets_only_the_events_of_rank_0() -> None:
+    board = TensorBoard(_Refusing())
+    board(Event("restored", 3, rank=1, seconds=1.0))
+    board(Event("deleted", 3, rank=0))
+    with pytest.raises(AssertionError, match="restored_seconds"):
+        board(Event("restored", 3, rank=0, seconds=1.0))
+
+
+def test_a_tensorboard_directory_without_the_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_ckpt.events.find_spec", lambda _name: None)
+    with pytest.raises(ValueError, match=r"pip install 'torch_ckpt\[tensorboard\]'"):
+        TensorBoard(tmp_path / "board")
+
+
 def test_tensorboard_may_be_a_directory(make: Make, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    made = make(tensorboard=tmp_path / "board")
+    made = make(on_event=TensorBoard(tmp_path / "board"))
     train(made, [3])
     made.close()
     found = EventAccumulator(str(tmp_path / "board")).Reload()
@@ -165,7 +191,10 @@ def test_progress_is_a_bar_on_terminals_and_absent_from_logs(
 def test_on_commit_is_called_with_the_step_once_it_is_complete(tmp_path: Path) -> None:
     found: list[tuple[int, list[int], int | None]] = []
     with manager_of(
-        tmp_path, on_commit=lambda step: found.append((step, made.all_steps(), made.last_step))
+        tmp_path,
+        saves=SaveOptions(
+            on_commit=lambda step: found.append((step, made.all_steps(), made.last_step))
+        ),
     ) as made:
         for step in (1, 2):
             made.save(step, state_of(step))
@@ -176,7 +205,7 @@ def test_an_exception_in_on_commit_is_raised_later_and_the_step_stays(tmp_path: 
     def fail(step: int) -> None:
         raise OSError(f"no network for step {step}")
 
-    with manager_of(tmp_path, on_commit=fail, keep_last=1) as made:
+    with manager_of(tmp_path, saves=SaveOptions(on_commit=fail), keep=1) as made:
         made.save(1, state_of(1))
         with pytest.raises(OnCommitFailed, match="no network for step 1") as caught:
             made.wait_until_finished()
@@ -195,7 +224,9 @@ def test_a_failed_on_commit_may_be_logged(tmp_path: Path, caplog: pytest.LogCapt
     def fail(step: int) -> None:
         raise OSError("no network")
 
-    with manager_of(tmp_path, on_commit=fail, on_save_error="warn_and_continue") as made:
+    with manager_of(
+        tmp_path, saves=SaveOptions(on_commit=fail), on_save_error="warn_and_continue"
+    ) as made:
         for step in (1, 2):
             assert made.save(step, state_of(step))
     assert made.save_errors == 2

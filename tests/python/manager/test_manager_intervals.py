@@ -27,7 +27,8 @@ from tests.managers import (
     training_of,
     until_stopped,
 )
-from torch_ckpt import CheckpointManager
+from torch_ckpt import CheckpointManager, Retention
+from torch_ckpt.manager import AutoInterval, Preemption, SaveOptions
 
 # --- which steps ----------------------------------------------------------------------------------
 
@@ -47,7 +48,7 @@ def test_last_step_is_the_step_saved_or_restored_last(make: Make, held_commits: 
 
 
 def test_steps_are_saved_by_the_interval_by_choice_and_by_force(make: Make) -> None:
-    made, training = make(interval=3, save_on_steps=[4]), Training()
+    made, training = make(interval=3, saves=SaveOptions(save_on_steps=[4])), Training()
     assert train(made, range(1, 8), training) == [3, 4, 6]
     assert train(made, [8], training, force=True) == [8]
     assert restored(made) == 8
@@ -88,7 +89,7 @@ def test_auto_saves_at_once_then_by_cost(make: Make, tmp_path: Path, held_commit
     seldom.wait_until_finished()
     assert train(seldom, range(4, 20), training) == []
     # Let saves cost nearly all of the time, so that they are frequent.
-    often = make(tmp_path / "often", interval="auto", max_overhead=0.99, mtbf_hours=1e-9)
+    often = make(tmp_path / "often", interval=AutoInterval(max_overhead=0.99, mtbf_hours=1e-9))
     assert train(often, [1], training) == [1]
     often.wait_until_finished()
     steps = itertools.count(2)
@@ -127,7 +128,7 @@ def test_a_save_waits_for_the_running_one(make: Make, held_commits: Gate) -> Non
 
 
 def test_a_save_is_skipped_while_another_is_running(make: Make, held_commits: Gate) -> None:
-    made, training = make(if_busy="skip", save_on_steps=[5]), Training()
+    made, training = make(saves=SaveOptions(if_busy="skip", save_on_steps=[5])), Training()
     assert train(made, [1, 2, 3], training) == [1]
     assert made.is_saving
     held_commits.open()
@@ -236,7 +237,7 @@ def test_a_step_that_decreases_is_refused(tmp_path: Path, interval: int) -> None
 
 
 def test_stale_steps_stay_until_training_replaces_or_passes_them(tmp_path: Path) -> None:
-    with manager_of(tmp_path, keep_last=4) as made:
+    with manager_of(tmp_path, keep=4) as made:
         for step in (40, 50, 60, 70):
             made.save(step, state_of(step))
         with pytest.warns(UserWarning, match=r"from step 45, .*later steps \(\[50, 60, 70\]\)"):
@@ -256,12 +257,12 @@ def test_stale_steps_stay_until_training_replaces_or_passes_them(tmp_path: Path)
 
 # --- the metric of the best steps ----------------------------------------------------------------
 
-BEST = {"keep_best": 2, "best_metric": "eval_los"}
+BEST = Retention(keep_best=2, best_metric="eval_los")
 
 
 @pytest.mark.parametrize("metrics", [{"eval_loss": 1.0}, None], ids=["misspelled", "not given"])
 def test_the_first_save_without_the_metric_is_refused(tmp_path: Path, metrics: Any) -> None:
-    with manager_of(tmp_path, **BEST) as made:
+    with manager_of(tmp_path, keep=BEST) as made:
         with pytest.raises(ValueError, match=r"the metric 'eval_los'.* is missing") as caught:
             made.save(1, state_of(1), metrics=metrics)
         assert ("did you mean 'eval_loss'" in str(caught.value)) == (metrics is not None)
@@ -270,14 +271,14 @@ def test_the_first_save_without_the_metric_is_refused(tmp_path: Path, metrics: A
 
 
 def test_a_step_may_lack_the_metric_once_another_step_has_a_number(tmp_path: Path) -> None:
-    with manager_of(tmp_path, **BEST) as made:
+    with manager_of(tmp_path, keep=BEST) as made:
         made.save(1, state_of(1), metrics={"eval_los": math.nan})
         # No step has a number yet, so the name may still be misspelled.
         with pytest.raises(ValueError, match="did you mean 'eval_loss'"):
             made.save(2, state_of(2), metrics={"eval_loss": 2.0})
         made.save(2, state_of(2), metrics={"eval_los": 1.0})
         assert made.save(3, state_of(3))
-    with manager_of(tmp_path, **BEST) as made:
+    with manager_of(tmp_path, keep=BEST) as made:
         made.restore(state_of(0))
         assert made.save(4, state_of(4))
 
@@ -285,7 +286,7 @@ def test_a_step_may_lack_the_metric_once_another_step_has_a_number(tmp_path: Pat
 def test_steps_without_a_number_stay_until_enough_have_one_and_one_warning_is_given(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with manager_of(tmp_path, **BEST) as made:
+    with manager_of(tmp_path, keep=BEST) as made:
         for step, loss in enumerate([math.nan, math.nan, 3.0, None], 1):
             made.save(step, state_of(step), metrics={} if loss is None else {"eval_los": loss})
             finish(made)
@@ -299,7 +300,9 @@ def test_steps_without_a_number_stay_until_enough_have_one_and_one_warning_is_gi
 def test_the_save_before_preemption_works_without_the_metric(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with manager_of(tmp_path, interval=10**6, preemption_signals=(signal.SIGUSR1,), **BEST) as made:
+    with manager_of(
+        tmp_path, interval=10**6, preemption=Preemption(signals=(signal.SIGUSR1,)), keep=BEST
+    ) as made:
         signal.raise_signal(signal.SIGUSR1)
         stopped = until_stopped(made, 1, Training())
     assert "the metric 'eval_los', which keep_best compares, is missing" in caplog.text

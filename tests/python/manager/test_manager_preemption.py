@@ -25,6 +25,7 @@ from tests.managers import (
 )
 from torch_ckpt import CheckpointManager, multihost
 from torch_ckpt.events import Event
+from torch_ckpt.manager import Preemption, SaveOptions
 from torch_ckpt.multihost.preemption import current_watch
 
 
@@ -34,8 +35,7 @@ def test_a_notice_saves_and_stops(make: Make, tmp_path: Path, by: str) -> None:
     events: list[Event] = []
     made = make(
         interval=10**6,
-        preemption_signals=(signal.SIGUSR1,),
-        preemption_file=file,
+        preemption=Preemption(signals=(signal.SIGUSR1,), file=file),
         on_event=events.append,
     )
     training = Training()
@@ -58,7 +58,7 @@ def test_a_notice_saves_and_stops(make: Make, tmp_path: Path, by: str) -> None:
 
 def test_a_due_step_is_saved_once_at_the_stop(make: Make) -> None:
     events: list[Event] = []
-    made = make(preemption_signals=(signal.SIGUSR1,), on_event=events.append)
+    made = make(preemption=Preemption(signals=(signal.SIGUSR1,)), on_event=events.append)
     os.kill(os.getpid(), signal.SIGUSR1)
     stopped = until_stopped(made, 1, Training())
     made.wait_until_finished()
@@ -68,29 +68,29 @@ def test_a_due_step_is_saved_once_at_the_stop(make: Make) -> None:
 def test_with_a_deadline_save_waits_for_the_last_save_and_logs_its_time(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = make(interval=10**6, preemption_signals=(signal.SIGUSR1,), preemption_deadline=90)
+    made = make(interval=10**6, preemption=Preemption(signals=(signal.SIGUSR1,), deadline=90))
     os.kill(os.getpid(), signal.SIGUSR1)
     with caplog.at_level(logging.INFO, "torch_ckpt"):
         stopped = until_stopped(made, 1, Training())
     assert not made.is_saving
     assert made.all_steps() == [stopped]
-    text = f"saving step {stopped} before preemption (preemption_deadline: 90 s); this is the first"
+    text = f"saving step {stopped} before preemption (deadline: 90 s); this is the first"
     assert text in caplog.text
 
 
 def test_too_short_a_deadline_is_a_warning(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    made = make(interval=10**6, preemption_signals=(signal.SIGUSR1,), preemption_deadline=1e-9)
+    made = make(interval=10**6, preemption=Preemption(signals=(signal.SIGUSR1,), deadline=1e-9))
     training = Training()
     train(made, [1], training, force=True)
     made.wait_until_finished()
     os.kill(os.getpid(), signal.SIGUSR1)
     with caplog.at_level(logging.WARNING, "torch_ckpt"):
         until_stopped(made, 2, training)
-    assert "before preemption (preemption_deadline: 0 s); the previous save took" in caplog.text
+    assert "before preemption (deadline: 0 s); the previous save took" in caplog.text
 
 
 def test_a_skipping_manager_saves_at_the_stop_while_busy(make: Make, held_commits: Gate) -> None:
-    made = make(if_busy="skip", preemption_signals=(signal.SIGUSR1,))
+    made = make(saves=SaveOptions(if_busy="skip"), preemption=Preemption(signals=(signal.SIGUSR1,)))
     training = Training()
     train(made, [1], training)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -104,7 +104,9 @@ def test_a_skipping_manager_saves_at_the_stop_while_busy(make: Make, held_commit
 def test_outside_the_main_thread_signals_are_not_watched_and_refused_if_given(root: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as pool:
-        explicit = pool.submit(CheckpointManager, root, preemption_signals=(signal.SIGTERM,))
+        explicit = pool.submit(
+            CheckpointManager, root, preemption=Preemption(signals=(signal.SIGTERM,))
+        )
         with pytest.raises(ValueError, match="signals can be watched only from the main thread"):
             explicit.result(LIMIT)
         with pool.submit(CheckpointManager, root).result(LIMIT) as made:
@@ -115,16 +117,16 @@ def test_outside_the_main_thread_signals_are_not_watched_and_refused_if_given(ro
 def test_notices_that_the_existing_watch_lacks_are_named(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make(preemption_signals=(signal.SIGUSR1,))
-    make(tmp_path / "other", preemption_signals=(signal.SIGUSR1,))
+    make(preemption=Preemption(signals=(signal.SIGUSR1,)))
+    make(tmp_path / "other", preemption=Preemption(signals=(signal.SIGUSR1,)))
     assert "already" not in caplog.text
-    make(tmp_path / "third", preemption_file=tmp_path / "stop")
+    make(tmp_path / "third", preemption=Preemption(file=tmp_path / "stop"))
     assert "already has a watch for other notices" in caplog.text
 
 
 def test_each_of_several_managers_stops_at_its_next_step(make: Make, tmp_path: Path) -> None:
-    often = make(preemption_signals=(signal.SIGUSR1,))
-    seldom = make(tmp_path / "other", preemption_signals=(signal.SIGUSR1,))
+    often = make(preemption=Preemption(signals=(signal.SIGUSR1,)))
+    seldom = make(tmp_path / "other", preemption=Preemption(signals=(signal.SIGUSR1,)))
     training = Training()
     os.kill(os.getpid(), signal.SIGUSR1)
     stopped = {}
@@ -142,8 +144,9 @@ def test_each_of_several_managers_stops_at_its_next_step(make: Make, tmp_path: P
 
 def test_two_managers_share_a_watch_until_both_are_closed(make: Make, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    signals = {"preemption_signals": (signal.SIGUSR1,)}
-    one, other = make(tmp_path / "one", **signals), make(tmp_path / "other", **signals)
+    notices = Preemption(signals=(signal.SIGUSR1,))
+    one = make(tmp_path / "one", preemption=notices)
+    other = make(tmp_path / "other", preemption=notices)
     one.close()
     training = Training()
     train(other, [1], training)
@@ -158,7 +161,7 @@ def test_two_managers_share_a_watch_until_both_are_closed(make: Make, tmp_path: 
 
 def test_a_watch_of_the_program_is_used_and_left_open(make: Make) -> None:
     with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.01) as watch:
-        made = make(interval=10**6, preemption_signals=(signal.SIGUSR2,))
+        made = make(interval=10**6, preemption=Preemption(signals=(signal.SIGUSR2,)))
         os.kill(os.getpid(), signal.SIGUSR1)
         step = 1
         while not multihost.reached_preemption_sync_point(step):
@@ -174,7 +177,8 @@ def test_a_watch_of_the_program_is_used_and_left_open(make: Make) -> None:
 
 _NEVER_ASKS = """
 import sys, torch, torch_ckpt
-with torch_ckpt.CheckpointManager(sys.argv[1], interval=10**6, preemption_file="-") as manager:
+preemption = torch_ckpt.manager.Preemption(file="-")
+with torch_ckpt.CheckpointManager(sys.argv[1], interval=10**6, preemption=preemption) as manager:
     print("begun", flush=True)
     step = 0
     while True:

@@ -69,7 +69,7 @@ def test_after_a_rewind_later_steps_are_replaced(make: Make) -> None:
 def test_stale_steps_displace_no_new_ones_and_are_deleted_once_passed(make: Make) -> None:
     run_of(make, [40, 50, 60])
     events: list[Event] = []
-    made = make(keep_last=2, on_event=events.append)
+    made = make(keep=2, on_event=events.append)
     training = Training()
     with pytest.warns(UserWarning, match=LATER):
         made.restore(training.state, 40)
@@ -271,7 +271,7 @@ def test_a_step_deleted_after_the_listing_is_replaced_by_the_next(make: Make, ro
     reader = make(read_only=True)
 
     def save_the_next_one() -> None:
-        with make(keep_last=1) as writer:
+        with make(keep=1) as writer:
             writer.restore(Training().state)
             writer.save(2, training_of(2).state)
             finish(writer)

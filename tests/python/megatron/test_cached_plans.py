@@ -29,6 +29,7 @@ from tests.async_saves import (
 from tests.fault_hooks import at_fault_points, failing
 from tests.gates import eventually
 from tests.support import StateDict, data_files
+from torch_ckpt.checkpoint.lease import remove_leftovers
 from torch_ckpt.megatron import (
     CachedMetadataFileSystemReader,
     FileSystemWriterAsync,
@@ -295,7 +296,7 @@ def test_a_planner_error_before_the_exchange_ends_fails_the_plan(
     with pytest.raises(CheckpointException, match=f"{method} fails"):
         Site(lambda: planner_failing(method)).plan(small_state(0), tmp_path / "c")
     # remove_leftovers() would return None if the failed plan still held the directory.
-    assert torch_ckpt.remove_leftovers(tmp_path / "c") == []
+    assert remove_leftovers(tmp_path / "c") == []
 
 
 @pytest.mark.parametrize("method", ["finish_plan", "resolve_data"])
@@ -323,7 +324,7 @@ def test_a_failed_commit_raises_and_leaves_no_file(tmp_path: Path) -> None:
 
 def test_a_dropped_plan_releases_the_directory(tmp_path: Path) -> None:
     Site(DecentralizedPlanner).plan(small_state(0), tmp_path / "c")
-    eventually(lambda: gc.collect() >= 0 and torch_ckpt.remove_leftovers(tmp_path / "c") == [])
+    eventually(lambda: gc.collect() >= 0 and remove_leftovers(tmp_path / "c") == [])
 
 
 def test_a_save_can_be_planned_with_another_writer_class(tmp_path: Path) -> None:

@@ -17,15 +17,18 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.words import files, passages
 from torch_ckpt import CheckpointManager, training
-from torch_ckpt._base.checks import names_of, options_of
+from torch_ckpt._base.checks import names_of
 from torch_ckpt.api import LOAD_OPTIONS
 from torch_ckpt.integrations import lightning
+from torch_ckpt.manager import Preemption, SaveOptions
 from torch_ckpt.megatron import AsyncCallsQueue, FileSystemWriterAsync
 
-WRITER = options_of(torch_ckpt.FileSystemWriter)
-READER = options_of(torch_ckpt.FileSystemReader)
+# These classes also accept the options of torch's classes.
+WRITER = names_of(torch_ckpt.FileSystemWriter) | names_of(dcp.FileSystemWriter)
+READER = names_of(torch_ckpt.FileSystemReader) | names_of(dcp.FileSystemReader)
 WRITE = names_of(torch_ckpt.WriteOptions)
 READ = names_of(torch_ckpt.ReadOptions)
+POLICIES = names_of(torch_ckpt.Retention) | names_of(Preemption) | names_of(SaveOptions)
 SAFETENSORS = names_of(torch_ckpt.Safetensors)
 
 #: The options that a user can pass, by the function or class that accepts them.
@@ -39,7 +42,7 @@ ACCEPTED = {
     "preflight": names_of(torch_ckpt.preflight) | READ,
     "convert": names_of(torch_ckpt.convert),
     "Export": names_of(torch_ckpt.Export),
-    "CheckpointManager": names_of(CheckpointManager) | WRITE | READ,
+    "CheckpointManager": names_of(CheckpointManager) | WRITE | READ | POLICIES,
     "CheckpointManager.save": names_of(CheckpointManager.save),
     "CheckpointManager.restore": names_of(CheckpointManager.restore),
     "training.save_checkpoint": names_of(training.save_checkpoint) | WRITE,
@@ -75,10 +78,12 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/loading/load.py", "names"): LOADS,
     ("torch_ckpt/loading/load.py", "strict"): LOADS,
     ("torch_ckpt/loading/report.py", "rename"): [*LOADS, "preflight"],
+    ("torch_ckpt/manager/manager.py", "best_metric"): ["CheckpointManager"],
     ("torch_ckpt/manager/manager.py", "export"): ["CheckpointManager"],
     ("torch_ckpt/manager/manager.py", "force"): ["CheckpointManager.save"],
-    ("torch_ckpt/manager/preemption_notice.py", "preemption_file"): ["CheckpointManager"],
-    ("torch_ckpt/manager/preemption_notice.py", "preemption_signals"): ["CheckpointManager"],
+    ("torch_ckpt/manager/manager.py", "keep"): ["CheckpointManager"],
+    ("torch_ckpt/manager/preemption_notice.py", "file"): ["CheckpointManager"],
+    ("torch_ckpt/manager/preemption_notice.py", "signals"): ["CheckpointManager"],
     ("torch_ckpt/manager/saver.py", "metrics"): ["CheckpointManager.save"],
     ("torch_ckpt/manager/timeline.py", "overwrite"): ["CheckpointManager.save"],
     ("torch_ckpt/manager/timeline.py", "step"): ["CheckpointManager.restore"],

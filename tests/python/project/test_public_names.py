@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -11,6 +12,8 @@ import pytest
 
 import torch_ckpt
 from tests.layers import REPOSITORY
+
+CHANGELOG = REPOSITORY / "CHANGELOG.md"
 
 
 def imported_for_type_checkers() -> set[tuple[str, str]]:
@@ -46,11 +49,35 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
         torch_ckpt.savee  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.parametrize("name", torch_ckpt._REMOVED)
+def test_a_removed_name_is_an_attribute_error_that_names_the_replacement(name: str) -> None:
+    replacement = torch_ckpt._REMOVED[name]
+    with pytest.raises(AttributeError) as caught:
+        getattr(torch_ckpt, name)
+    assert str(caught.value) == f"torch_ckpt.{name} was removed; use {replacement}"
+    assert name not in torch_ckpt.__all__
+    if re.fullmatch(r"[\w.]+", replacement):
+        module, _, moved = replacement.rpartition(".")
+        assert getattr(import_module(module), moved) is not None
+
+
+def test_the_changelog_lists_each_removed_name_with_its_replacement() -> None:
+    rows = re.findall(r"^  \| `(\w+)` \| (.*) \|$", CHANGELOG.read_text(), re.M)
+    listed = {name: replacement.replace("`", "") for name, replacement in rows}
+    assert {
+        name: replacement for name, replacement in listed.items() if name in torch_ckpt._REMOVED
+    } == torch_ckpt._REMOVED
+
+
+def test_there_are_at_most_36_public_names() -> None:
+    assert len(torch_ckpt.__all__) <= 36
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
         ("import torch_ckpt", "False"),
-        ("import torch_ckpt; torch_ckpt.Corrupt; torch_ckpt.trim_pool()", "False"),
+        ("import torch_ckpt; torch_ckpt.Corrupt; torch_ckpt.Retention", "False"),
         ("import torch_ckpt; torch_ckpt.verify", "False"),
         ("import torch_ckpt; torch_ckpt.save", "True"),
         ("import torch_ckpt; torch_ckpt._C", "True"),

@@ -15,6 +15,7 @@ import torch_ckpt
 from tests.fault_hooks import failing
 from tests.support import StateDict, assert_equal, cause_of, random_tensor
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.publication.publish import Version, async_publish
 from torch_ckpt.retention import Retention
 from torch_ckpt.steps import open_steps
 
@@ -23,7 +24,7 @@ def model(seed: int = 1) -> StateDict:
     return {f"layers.{i}": random_tensor((500,), torch.float32, seed + i) for i in range(4)}
 
 
-def publish(state: StateDict, root: Path, **options: Any) -> torch_ckpt.Version:
+def publish(state: StateDict, root: Path, **options: Any) -> Version:
     return torch_ckpt.publish(state, root, no_dist=True, **options)
 
 
@@ -80,12 +81,12 @@ def test_a_version_is_verified_listed_and_described_like_a_step(tmp_path: Path) 
 
 def test_a_snapshot_is_published_in_the_background(tmp_path: Path) -> None:
     state = model()
-    handle = torch_ckpt.async_publish(state, tmp_path, no_dist=True)
+    handle = async_publish(state, tmp_path, no_dist=True)
     for value in state.values():
         value.zero_()
     handle.result()
     assert_equal(loaded(tmp_path), model())
-    handle = torch_ckpt.async_publish(model(2), tmp_path, version=5, delta=True, no_dist=True)
+    handle = async_publish(model(2), tmp_path, version=5, delta=True, no_dist=True)
     handle.result()
     assert numbers(tmp_path) == [0, 5]
     assert (tmp_path / "0000000005" / "torch_ckpt.delta").exists()
@@ -94,7 +95,7 @@ def test_a_snapshot_is_published_in_the_background(tmp_path: Path) -> None:
 # --- a base --------------------------------------------------------------------------------------
 
 
-def inodes(version: torch_ckpt.Version) -> dict[str, int]:
+def inodes(version: Version) -> dict[str, int]:
     return {file.name: file.stat().st_ino for file in Path(version.path).iterdir()}
 
 
@@ -295,8 +296,8 @@ def test_a_file_named_latest_is_not_replaced(tmp_path: Path) -> None:
         ({"overwrite": True}, TypeError, "a version never changes"),
         ({"overwrit": True}, TypeError, "publish.* unexpected keyword argument 'overwrit'"),
         ({"base": "newest"}, TypeError, 'base must be the number of a version or "latest"'),
-        ({"keep": "2"}, TypeError, "keep must be a number of versions or a Retention"),
-        ({"keep": True}, TypeError, "keep must be a number of versions or a Retention"),
+        ({"keep": "2"}, TypeError, "keep must be a number or a torch_ckpt.Retention"),
+        ({"keep": True}, TypeError, "keep must be a number or a torch_ckpt.Retention"),
         ({"version": -1}, ValueError, "step must be between 0"),
         ({"keep": 0}, ValueError, "keep_last must be positive"),
     ],

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import torch_ckpt
 from tests.rank_threads import ranks_of, save, together
+from torch_ckpt.errors import NotCommitted
 from torch_ckpt.ranks.failures import CheckpointFailed, capture_exceptions, failed_on
 
 NOTHING = traceback.StackSummary()
@@ -60,7 +61,7 @@ class OwnObjects(RuntimeError):
     [
         (torch_ckpt.Corrupt("a file is damaged"), {}),
         (MISMATCH, {"report": MISMATCH.report}),
-        (torch_ckpt.NotCommitted("rename failed", errno.ENOSPC), {}),
+        (NotCommitted("rename failed", errno.ENOSPC), {}),
         (FileNotFoundError(errno.ENOENT, "there is none", "/ckpt"), {"filename": "/ckpt"}),
         (PermissionError(errno.EACCES, "no", "/ckpt"), {"errno": errno.EACCES}),
         (KeyError("name"), {}),

@@ -24,7 +24,7 @@ from tests.support import random_tensor
 from torch_ckpt import _core
 from torch_ckpt.options import CHUNK_BYTES, Background, WriteOptions
 from torch_ckpt.saving import host_memory
-from torch_ckpt.saving.host_memory import Reserve
+from torch_ckpt.saving.host_memory import Reserve, trim_pool
 
 
 @pytest.fixture(autouse=True)
@@ -179,11 +179,11 @@ def test_memory_that_the_system_does_not_have_is_an_error() -> None:
 
 def test_trim_pool_frees_the_reservation_and_saves_no_longer_keep_it(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
-    torch_ckpt.trim_pool(2 * CHUNK_BYTES)
+    trim_pool(2 * CHUNK_BYTES)
     assert _core.pool_bytes() == 2 * CHUNK_BYTES
     saved(tmp_path / "c", max_host_bytes=CHUNK_BYTES)
     assert _core.pool_bytes() == 2 * CHUNK_BYTES
-    torch_ckpt.trim_pool()
+    trim_pool()
     assert _core.pool_bytes() == 0
 
 
@@ -241,7 +241,7 @@ def test_only_a_call_without_waiting_uses_low_priority_threads(wait: bool) -> No
 
 
 def test_trim_pool_ends_a_background_reservation(held_at_the_third: Held) -> None:
-    torch_ckpt.trim_pool()
+    trim_pool()
     held_at_the_third.gate.open()
     held_at_the_third.join()
     assert _core.pool_bytes() == 0
@@ -449,7 +449,7 @@ def test_only_the_first_async_save_reserves_memory_for_its_state(
     save_on_device(tmp_path / "1", staging=staging)
     reserve.join()
     assert _core.reserve_bytes() == _core.reserved_bytes() == 32 * _MIB
-    torch_ckpt.trim_pool()
+    trim_pool()
     save_on_device(tmp_path / "2", staging=staging)
     reserve.join()
     assert _core.reserve_bytes() == 0, "the program has freed it"

@@ -160,7 +160,7 @@ def test_an_abandoned_step_before_the_newest_one_displaces_no_other(root: Path) 
     for step, epoch in ((1, 1), (2, 2), (3, 1), (5, 2)):
         of_epoch(root, step, epoch)
     # Run 2 has continued from step 1, and has passed step 3 of run 1.
-    with manager_of(root, keep_last=3) as made:
+    with manager_of(root, keep=3) as made:
         with pytest.warns(UserWarning, match="the steps of several runs are mixed"):
             assert made.restore(state_of(0)) == 5
         made.save(6, state_of(6))

@@ -160,13 +160,13 @@ def test_a_url_of_a_known_protocol_is_a_remote_root(staging: Path) -> None:
 
 def test_a_manager_resumes_beneath_a_url_and_keeps_the_last_steps(steps: RemoteSteps) -> None:
     state: dict[str, Any] = {"t": torch.zeros(3), "done": 0}
-    with torch_ckpt.CheckpointManager(steps.root, keep_last=2) as manager:
+    with torch_ckpt.CheckpointManager(steps.root, keep=2) as manager:
         for step in range(manager.restore(state) + 1, 6):
             state["t"] += 1
             state["done"] = step
             manager.save(step, state)
     again: dict[str, Any] = {"t": torch.zeros(3), "done": 0}
-    with torch_ckpt.CheckpointManager(steps.root, keep_last=2) as manager:
+    with torch_ckpt.CheckpointManager(steps.root, keep=2) as manager:
         assert manager.all_steps() == [4, 5]
         assert manager.restore(again) == 5
     assert_equal(again, {"t": torch.full((3,), 5.0), "done": 5})

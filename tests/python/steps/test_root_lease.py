@@ -150,7 +150,7 @@ def killed_at_the_end(child: Answering) -> Iterator[Answering]:
 def test_a_second_run_is_refused_while_the_first_is_alive_and_names_it(root: Path) -> None:
     with run_in_a_child(root) as child:
         with pytest.raises(RootInUse, match=rf"writing to this root: process {child.pid} on host "):
-            CheckpointManager(root, preemption_signals=())
+            CheckpointManager(root, preemption=None)
         assert (root / LEASE_NAME).exists()
 
 
@@ -266,7 +266,7 @@ def saving_in_a_child(root: Path, steps: list[int], *, takeover: bool = True) ->
 
 
 def test_after_a_takeover_the_other_run_changes_nothing(root: Path) -> None:
-    with manager_of(root, keep_last=1) as first:
+    with manager_of(root, keep=1) as first:
         first.save(1, state_of(1))
         first.wait_until_finished()
         with run_in_a_child(root, takeover=True) as child:
@@ -285,7 +285,7 @@ def test_after_a_takeover_the_other_run_changes_nothing(root: Path) -> None:
 def test_a_run_that_was_taken_over_changes_nothing_after_the_other_run_has_ended(
     root: Path,
 ) -> None:
-    with manager_of(root, keep_last=1, on_save_error="warn_and_continue") as first:
+    with manager_of(root, keep=1, on_save_error="warn_and_continue") as first:
         first.save(1, state_of(1))
         first.wait_until_finished()
         with saving_in_a_child(root, [2, 3]) as child:
@@ -400,7 +400,7 @@ def test_a_deletion_that_was_queued_before_the_manager_was_deleted_changes_nothi
     with manager_of(root) as first:
         for step in (1, 2, 3):
             first.save(step, state_of(step))
-    made = [CheckpointManager(root, preemption_signals=(), keep_last=1)]
+    made = [CheckpointManager(root, preemption=None, keep=1)]
     deletions, store = made[0]._deletions, made[0]._store
     with held("rmtree") as gate:
         made[0].save(4, state_of(4))
@@ -465,7 +465,7 @@ def test_a_manager_whose_root_is_locked_by_a_stopped_process_is_closed_and_raise
         waits.append(seconds)
         return root_lock(directory, 0.0)
 
-    made = CheckpointManager(root, preemption_signals=())
+    made = CheckpointManager(root, preemption=None)
     made.save(1, state_of(1))
     monkeypatch.setattr(_core, "RootLock", waiting)
     with open_directory(root) as descriptor:
@@ -658,6 +658,6 @@ def test_a_root_on_a_read_only_disk_is_refused_unless_read_only(small_disk: Path
         made.save(1, state_of(1))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(OSError, match=r"Read-only file system.*or pass read_only=True"):
-        CheckpointManager(root, preemption_signals=())
+        CheckpointManager(root, preemption=None)
     with manager_of(root, read_only=True) as made:
         assert made.restore(state_of(0)) == 1

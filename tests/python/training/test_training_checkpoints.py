@@ -69,12 +69,12 @@ def test_the_newest_step_is_loaded_and_without_a_step_the_state_is_unchanged(
 
 
 def test_a_manager_and_the_functions_continue_from_each_others_steps(directory: str) -> None:
-    with CheckpointManager(directory, preemption_signals=()) as manager:
+    with CheckpointManager(directory, preemption=None) as manager:
         manager.save(10, state_of(10))
     for step in (20, 30):
         save_checkpoint(directory, step, state_of(step))
     state = blank()
-    with CheckpointManager(directory, preemption_signals=()) as manager:
+    with CheckpointManager(directory, preemption=None) as manager:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert manager.restore(state) == 30
@@ -89,7 +89,7 @@ def test_steps_of_the_functions_belong_to_a_run_that_has_saved_no_step(
 ) -> None:
     for step in (10, 20):
         save_checkpoint(tmp_path, step, state_of(step))
-    with CheckpointManager(tmp_path, preemption_signals=()) as manager:
+    with CheckpointManager(tmp_path, preemption=None) as manager:
         manager.restore(blank())
         # The run holds the lease with epoch 1, and its first step is of that epoch, too.
         save_checkpoint(tmp_path, 30, state_of(30))
@@ -97,12 +97,12 @@ def test_steps_of_the_functions_belong_to_a_run_that_has_saved_no_step(
 
 
 def test_a_root_of_a_manager_that_is_copied_to_a_url_is_continued_there(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, preemption_signals=()) as manager:
+    with CheckpointManager(tmp_path, preemption=None) as manager:
         manager.save(10, state_of(10))
     url = hooked_url()
     file_system, path = url_to_fs(url)
     file_system.put(str(tmp_path / "0000000010"), f"{path}/0000000010", recursive=True)
-    with CheckpointManager(url, preemption_signals=()) as manager:
+    with CheckpointManager(url, preemption=None) as manager:
         assert manager.restore(blank()) == 10
         manager.save(20, state_of(20))
         manager.save(30, state_of(30))
@@ -117,7 +117,7 @@ def test_a_load_of_mixed_runs_takes_the_newest_step_of_the_highest_epoch_and_war
     tmp_path: Path,
 ) -> None:
     for steps in ((10, 20), (15,)):
-        with CheckpointManager(tmp_path, preemption_signals=()) as manager:
+        with CheckpointManager(tmp_path, preemption=None) as manager:
             if steps == (15,):
                 with pytest.warns(UserWarning, match="later steps"):
                     manager.restore(blank(), 10)
