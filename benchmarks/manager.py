@@ -25,7 +25,7 @@ from torch import nn
 
 import torch_ckpt
 from torch_ckpt.saving.save_state import SaveState
-from torch_ckpt.state.app_state import AppState
+from torch_ckpt.state.states import States
 
 from . import ranks, states
 from .measure import CallSample, alternate, settle
@@ -76,7 +76,7 @@ def contenders(world: int) -> list[ContenderInfo]:
         ContenderInfo(f"async_{world}", f"{of}async_save of a dict of tensors", "ours"),
         ContenderInfo(f"tensors_{world}", f"{of}save() of the dict of tensors", "ours"),
         ContenderInfo(f"modules_{world}", f"{of}save() of model and optimizer", "ours"),
-        ContenderInfo(f"state_{world}", f"{of}AppState.state_dict() of these", "ours"),
+        ContenderInfo(f"state_{world}", f"{of}read of the states of these", "ours"),
     ]
     if world > 1:
         infos.append(ContenderInfo(f"replicas_{world}", f"{of}check_replicas", "ours"))
@@ -160,12 +160,11 @@ def _build_modules(state_bytes: int) -> dict[str, Any]:
 def _entries(world: int, state_bytes: int, directory: Path) -> Iterator[list[_TimedCall]]:
     modules = _build_modules(state_bytes)
     tensors: State = {
-        f"{number}": tensor
-        for number, tensor in enumerate(states.tensors(AppState(modules).state_dict()))
+        f"{number}": tensor for number, tensor in enumerate(states.tensors(States(modules).saved()))
     }
     infos = {info.name.rpartition("_")[0]: info for info in contenders(world)}
     calls: dict[str, Callable[[], object]] = {
-        "state": AppState(modules).state_dict,
+        "state": lambda: States(modules).saved(),
         "replicas": lambda: SaveState(tensors).fingerprints("error"),
     }
     waits: dict[str, Callable[[], object]] = {}

@@ -11,21 +11,31 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import torch_ckpt
-from torch_ckpt.state.app_state import AppState, RNGState
+from torch_ckpt import LoadReport, ReadOptions, RNGState
+from torch_ckpt.api import load_path
+from torch_ckpt.state.states import States
 
 State = dict[str, Any]
 Parameters = Iterator[nn.Parameter]
 
 
 def save(state: State, path: Path) -> None:
-    torch_ckpt.save(AppState(state).state_dict(), path)
+    torch_ckpt.save(state, path)
 
 
-def restore(state: State, path: Path, **load_options: Any) -> None:
-    app_state = AppState(state)
-    target = app_state.target()
-    torch_ckpt.load(target, path, **load_options)
-    app_state.apply(target)
+def restore(state: State, path: Path, **arguments: Any) -> LoadReport:
+    """Restores a state as a manager does, which also restores the structure of plain values."""
+    options = arguments.pop("options", ReadOptions())
+    report = load_path(state, path, options, restores_structure=True, **arguments)
+    assert isinstance(report, LoadReport)
+    return report
+
+
+def read_targets(state: State) -> None:
+    """Reads the state as before a load."""
+    states = States(state)
+    for key in state:
+        states.read(key, for_load=True)
 
 
 def kept(state: State, path: Path, fresh: State) -> State:

@@ -223,6 +223,10 @@ class FlatState:
     def name(self, row: int) -> str: ...
     def value(self, row: int) -> Any: ...
     def path(self, row: int) -> tuple[str | int, ...]: ...
+    def tensor_bytes(self) -> int:
+        """Size of all plain tensors and DTensors. A DTensor counts with the size of the complete
+        tensor."""
+
     def others(self) -> list[int]:
         """Rows that are neither plain tensors nor DTensors."""
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from torch_ckpt.saving.handle import AsyncSave, check_for_errors
     from torch_ckpt.saving.host_memory import reserve_pool
     from torch_ckpt.saving.writer import FileSystemWriter
-    from torch_ckpt.state.app_state import PerRank, RNGState
+    from torch_ckpt.state.states import PerRank, RNGState
     from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
 else:
     _MODULES = {
@@ -78,7 +78,7 @@ else:
         "saving.handle": ("AsyncSave", "check_for_errors"),
         "saving.host_memory": ("reserve_pool",),
         "saving.writer": ("FileSystemWriter",),
-        "state.app_state": ("PerRank", "RNGState"),
+        "state.states": ("PerRank", "RNGState"),
         "training.async_checkpoint": ("AsyncCheckpoint",),
     }
     _PACKAGES = (

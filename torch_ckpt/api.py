@@ -1,7 +1,7 @@
 """``save``, ``async_save`` and ``load``: like torch's functions, with less Python per tensor.
 
 They write and read the same files as ``dcp.save`` and ``dcp.load``, except for top-level values
-with a ``state_dict``, such as modules and optimizers: state/app_state.py saves and restores these.
+with a ``state_dict``, such as modules and optimizers: state/states.py saves and restores these.
 In a save, the engine plans, and ranks exchange plans and results in a compact form (saving/run.py).
 In a load (state/load_session.py), they exchange no plans.
 """
@@ -23,7 +23,7 @@ from torch_ckpt._base.checks import names_of, require_choice
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.huggingface.model_target import ModelTarget, Safetensors, refuse_model_options
-from torch_ckpt.loading.load import Load, Strict
+from torch_ckpt.loading.load import Load, LoadArguments, Strict
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
@@ -44,11 +44,11 @@ from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.saving.target import DirectoryTarget, Target
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state import load_session
-from torch_ckpt.state.app_state import resolve_state_dict
 from torch_ckpt.state.load_session import LoadSession
+from torch_ckpt.state.states import States
 
 if TYPE_CHECKING:
-    from typing_extensions import Never  # in typing since Python 3.11
+    from typing_extensions import Never, Unpack  # in typing since Python 3.11
 
 CheckpointId: TypeAlias = str | os.PathLike[str]
 
@@ -140,7 +140,7 @@ def save(
         stack.callback(writer.abandon)
         with raised_as_ours(ranks.rank):
             dcp_save(
-                resolve_state_dict(state_dict),
+                States(state_dict, calls=True).values,
                 storage_writer=writer,
                 planner=planner,
                 process_group=process_group,
@@ -346,11 +346,13 @@ def load_from(
     rename: Rename = None,
     free_before_read: bool = False,
     timeout: float = TIMEOUT_SECONDS,
+    restores_structure: bool = False,
 ) -> LoadReport | Checkpoint:
     """Loads from a source or, with a planner, by ``dcp.load`` with a reader; see :func:`load`.
 
     Args:
         source, reader: create them. If that fails, the load fails on all ranks.
+        restores_structure: see :class:`LoadSession`. Ignored with a planner.
     """
     group = RankGroup.of(process_group, no_dist)
     if planner is None:
@@ -364,10 +366,11 @@ def load_from(
             rename=rename,
             free_before_read=free_before_read,
             timeout=timeout,
+            restores_structure=restores_structure,
         )
     ranks = Exchange.open(group, "load", timeout)
     with ranks:
-        resolve_state_dict(state_dict, calls=False)
+        States(state_dict)
         if not strict or names is not None or rename is not None or free_before_read:
             raise ValueError(
                 "strict=False, names, rename and free_before_read do not work with a planner. Omit "
@@ -385,6 +388,21 @@ def load_from(
             no_dist=not ranks.distributed,
         )
     return Checkpoint(str(opened.checkpoint_id))
+
+
+def load_path(
+    state_dict: StateDict,
+    path: CheckpointId,
+    options: ReadOptions,
+    **arguments: Unpack[LoadArguments],
+) -> LoadReport | Checkpoint:
+    """Loads a local checkpoint; see :func:`load_from`."""
+    return load_from(
+        state_dict,
+        lambda: Source(path, options),
+        lambda: FileSystemReader(path, **named_options(options)),
+        **arguments,
+    )
 
 
 def open(checkpoint_id: CheckpointId, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Checkpoint:
@@ -497,7 +515,7 @@ def _open_session(
     """Opens a checkpoint for a comparison that does not involve other ranks."""
     with closing(Source(checkpoint_id, options)) as source:
         load = Load(source, 0, names, rename)
-        yield LoadSession(resolve_state_dict(state_dict), load, only_compared=True)
+        yield LoadSession(States(state_dict, calls=True), load, only_compared=True)
 
 
 # --- shared by saves and loads -------------------------------------------------------------------

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
+#include "checked_math.h"
 #include "python/released_gil.h"
 #include "torch/fingerprint.h"
 #include "torch/tensor_checks.h"
@@ -368,6 +370,20 @@ PythonRef FlatState::path(const Row& row) const {
     PyTuple_SET_ITEM(path.get(), static_cast<Py_ssize_t>(i), key);
   }
   return path;
+}
+
+std::uint64_t FlatState::tensor_bytes() const {
+  constexpr std::uint64_t kMost = std::numeric_limits<std::uint64_t>::max();
+  std::uint64_t total = 0;
+  for (const Row& row : rows_) {
+    if (!row.has_tensor()) continue;
+    std::uint64_t bytes = row.local.item_bytes();
+    for (const std::int64_t size : extents_.at(row.size)) {
+      bytes = checked_mul(bytes, static_cast<std::uint64_t>(size)).value_or(kMost);
+    }
+    total = checked_add(total, bytes).value_or(kMost);
+  }
+  return total;
 }
 
 bool FlatState::is_object(PyObject* value) const {

@@ -110,6 +110,9 @@ class FlatState {
   PythonRef value(const Row& row) const;
   /// Returns a new tuple of the keys and indices that lead to a value.
   PythonRef path(const Row& row) const;
+  /// Returns the size of all plain tensors and DTensors, in bytes. A DTensor counts with the size
+  /// of the complete tensor.
+  std::uint64_t tensor_bytes() const;
 
   /// Describes a value of Kind::other. A row with several parts has an item for each of them.
   void describe(std::size_t number, bool requires_grad, std::span<const std::int64_t> size,

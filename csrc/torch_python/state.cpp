@@ -291,6 +291,7 @@ void bind_state(py::module_& module) {
             return object_of(state.path(row_of(state, row)));
           },
           py::arg("row"))
+      .def("tensor_bytes", &FlatState::tensor_bytes)
       .def("others", numbers_where([](const Row& row) { return !row.has_tensor(); }))
       .def("objects", numbers_where([](const Row& row) { return row.kind == Kind::object; }))
       .def("unplanned", numbers_where([](const Row& row) { return row.kind == Kind::other; }))

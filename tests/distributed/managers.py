@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed.cases import Launch, mesh_1d, tensor_of
 from tests.support import assert_equal
-from torch_ckpt import CheckpointManager
-from torch_ckpt.state.app_state import PerRank
+from torch_ckpt import CheckpointManager, PerRank
 
 # Limit of waits that should not block, in seconds.
 PATIENCE = 60.0

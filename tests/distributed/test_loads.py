@@ -499,7 +499,10 @@ def case_a_stateful_value_that_fails_on_one_rank_fails_the_load_on_all(launch: L
     """The next value may free memory by a collective."""
     path = launch.path()
     save({key: {"t": tensor_of(key, 5)} for key in ("a", "b")}, path)
-    for fails in ("state_dict", "load_state_dict"):
+    for fails, what in (
+        ("state_dict", "its state could not be read"),
+        ("load_state_dict", "could not be restored"),
+    ):
         failing = IndependentStateful(launch, 1, fails)
         for free, key, kind in (
             (False, "a", IndependentStateful),
@@ -510,7 +513,7 @@ def case_a_stateful_value_that_fails_on_one_rank_fails_the_load_on_all(launch: L
         ):
             state = {"a": kind(launch), "b": kind(launch)} | {key: failing}
             causes = failure_of(launch, by_load, state, path, free_before_read=free)
-            assert texts_of(causes) == {1: f"{fails} failed on purpose"}
+            assert texts_of(causes) == {1: f"{key}: {what} on rank 1: {fails} failed on purpose"}
     state = {"a": Collective(launch), "b": Collective(launch)}
     by_load(state, path, free_before_read=True)
     assert_equal(state["b"].tensor, tensor_of("b", 5))

@@ -36,12 +36,11 @@ from tests.distributed.managers import (
     state_of,
 )
 from tests.fault_hooks import failing, held
-from torch_ckpt import CheckpointManager
+from torch_ckpt import CheckpointManager, PerRank
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.events import Event
 from torch_ckpt.manager import Preemption, SaveOptions, schedule
 from torch_ckpt.multihost import RanksDisagree
-from torch_ckpt.state.app_state import PerRank
 
 # Seconds after which an absent rank is declared dead.
 SHORT = 2.0

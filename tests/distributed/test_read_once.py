@@ -350,7 +350,7 @@ def case_read_once_zero_fills(launch: Launch) -> None:
 
 @contextmanager
 def failing_on(launch: Launch, rank: int, name: str) -> Iterator[None]:
-    """Makes a method of the source or of the reads, or a function that it uses, raise on one rank."""
+    """Makes a method of the source or of the reads, or a function of theirs, raise on one rank."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{name} failed on purpose")

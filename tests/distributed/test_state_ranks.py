@@ -1,11 +1,10 @@
-"""AppState and AsyncCheckpoint on ranks, and checkpoints of other numbers of ranks."""
+"""The state of a program on ranks, and checkpoints of other numbers of ranks."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_ckpt
 from tests.distributed.cases import Launch, mesh_1d
 from tests.distributed.launcher import between, on, on_ranks
+from tests.programs import restore, save
 from tests.support import assert_equal
+from torch_ckpt import PerRank, RNGState
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.state.app_state import AppState, PerRank, RNGState
+from torch_ckpt.state.states import States
 from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
 
 State = dict[str, Any]
@@ -90,17 +91,6 @@ def gather_full(state: State) -> State:
     return {"model": module, "optimizer": optimizer, "scheduler": scheduler, "n": state["steps"]}
 
 
-def save(state: State, path: Path) -> None:
-    torch_ckpt.save(AppState(state).state_dict, path)
-
-
-def restore(state: State, path: Path) -> None:
-    app_state = AppState(state)
-    target = app_state.target()
-    torch_ckpt.load(target, path)
-    app_state.apply(target)
-
-
 # --- modules and optimizers ----------------------------------------------------------------------
 
 
@@ -109,7 +99,7 @@ def case_names_are_those_of_torch_and_shards_are_dtensors(launch: Launch) -> Non
         state = program(wrap, launch)
         train(state, 1)
         module, optimizer = get_state_dict(state["model"], state["optimizer"])
-        found = AppState(state).state_dict()
+        found = States(state).saved()
         assert set(found["model"]) == set(module), wrap
         assert set(found["optimizer"]["state"]) == set(optimizer["state"]), wrap
         is_sharded = wrap in ("fsdp", "tp")
@@ -215,7 +205,7 @@ def case_saving_before_the_first_step_changes_nothing(launch: Launch) -> None:
         undisturbed = program(wrap, launch)
         train(undisturbed, 2)
         saved = program(wrap, launch)
-        AppState(saved).state_dict()
+        States(saved).saved()
         train(saved, 2)
         assert_equal(gather_full(saved), gather_full(undisturbed), wrap)
 

@@ -20,7 +20,7 @@ from torch.fx import Graph
 
 from tests.distributed.cases import Launch, dtensors, mesh_1d, tensor_of
 from tests.distributed.launcher import on_ranks
-from torch_ckpt.state.app_state import PerRank
+from torch_ckpt import PerRank
 from torch_ckpt.training import (
     load_checkpoint_if_it_exists,
     log,

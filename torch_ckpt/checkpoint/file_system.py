@@ -1,4 +1,4 @@
-"""What our reader and writer share: torch's arguments, and the file system, which may be remote."""
+"""Parts of our reader and writer: the arguments of torch's classes, and their file systems."""
 
 from __future__ import annotations
 

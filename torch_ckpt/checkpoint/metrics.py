@@ -28,6 +28,8 @@ class SaveMetrics:
         total_s: time from the call until the checkpoint was visible and durable.
         python_s: CPU time that the save's background thread used while holding the GIL.
         bytes: bytes written by this rank.
+        state_bytes: size of the tensors in the state of this rank, except ShardedTensors. A DTensor
+            counts with the size of the complete tensor.
         messages, message_bytes: number and total size of the messages that this rank sent to other
             ranks, not counting heartbeats.
         interval_s: time from the previous save's call to this save's call; 0 for the first save.
@@ -54,6 +56,7 @@ class SaveMetrics:
     total_s: float = 0.0
     python_s: float = 0.0
     bytes: int = 0
+    state_bytes: int = 0
     messages: int = 0
     message_bytes: int = 0
     interval_s: float = 0.0

@@ -178,7 +178,7 @@ def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict) or isinstance(value, type | ModuleType | FunctionType):
         return []
-    # An AppState wraps values in a namespace, which is not part of their names.
+    # The namespace in which state/splitting.py wraps a state is not part of the names.
     is_wrapper = type(value) is SimpleNamespace
     return [
         (name if is_wrapper else f"{name}.{key}", part)

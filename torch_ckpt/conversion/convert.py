@@ -108,7 +108,7 @@ def convert(
 
     Tensors are copied bit for bit unless ``dtype`` is given. In safetensors, nested values get
     names such as "a.b.0". If a checkpoint is converted to a ``torch.save`` file, the file has the
-    nesting of the saved state dict, and values with a ``state_dict()`` become states that
+    nesting of the saved state dict, and the values that had a state become states that
     ``load_state_dict()`` accepts.
 
     Args:

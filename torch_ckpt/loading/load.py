@@ -56,7 +56,8 @@ _DEVICE = "_torch_ckpt_device"
 
 
 class LoadArguments(TypedDict, total=False):
-    """Further arguments of functions that load; see :func:`torch_ckpt.load`."""
+    """Further arguments of functions that load; see :func:`torch_ckpt.load`.
+    ``restores_structure`` is described in state/load_session.py."""
 
     planner: LoadPlanner | None
     process_group: dist.ProcessGroup | None
@@ -66,6 +67,7 @@ class LoadArguments(TypedDict, total=False):
     rename: Rename
     free_before_read: bool
     timeout: float
+    restores_structure: bool
 
 
 class Stored:

@@ -18,7 +18,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -63,14 +63,14 @@ from torch_ckpt.publication.export import Export
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving.host_memory import reserve_for_state
-from torch_ckpt.state.app_state import BeforeSave, require_state
+from torch_ckpt.state.states import BeforeSave, require_state
 from torch_ckpt.steps import StepInfo, StepStore, open_steps, step_name
 from torch_ckpt.steps.root_lease import Lease
 
 if TYPE_CHECKING:
     from typing_extensions import Never  # in typing since Python 3.11
 
-State = MutableMapping[str, Any]
+State = dict[str, Any]
 
 
 class CheckpointManager:

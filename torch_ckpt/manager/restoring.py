@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,7 +31,7 @@ from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.options import ReadOptions
 from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
 from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
-from torch_ckpt.state.app_state import AppState, require_state
+from torch_ckpt.state.states import require_state
 from torch_ckpt.steps import MARKER_NAME, step_name
 
 #: Seconds between attempts to load a step that rank 0 sees and other ranks do not. Network file
@@ -79,7 +78,7 @@ class Restorer:
 
     def restore(
         self,
-        state: MutableMapping[str, Any],
+        state: dict[str, Any],
         step: int | None,
         *,
         names: Names = None,
@@ -158,9 +157,7 @@ class Restorer:
             f"checkpoint as a step, create an empty file {MARKER_NAME} in its directory."
         )
 
-    def _agree_on_candidates(
-        self, step: int | None, state: MutableMapping[str, Any]
-    ) -> _Candidates:
+    def _agree_on_candidates(self, step: int | None, state: dict[str, Any]) -> _Candidates:
         """Returns rank 0's candidates on all ranks."""
 
         def list_on_rank_0() -> tuple[int | None, _Candidates]:
@@ -202,20 +199,18 @@ class Restorer:
         raise FileNotFoundError(2, f"step {step} {problem}; {listing}", self._run.store.root)
 
     def _load_with_retries(
-        self, step: int, state: MutableMapping[str, Any], arguments: LoadArguments
+        self, step: int, state: dict[str, Any], arguments: LoadArguments
     ) -> LoadReport | Checkpoint:
-        group, timeout = self._run.process_group, self._run.timeout
-        arguments |= {"process_group": group, "timeout": timeout}
-
-        def load(target: dict[str, Any]) -> LoadReport | Checkpoint:
-            return self._run.store.load(step, target, self._read, **arguments)
-
+        run = self._run
+        arguments |= {
+            "process_group": run.process_group,
+            "timeout": run.timeout,
+            "restores_structure": True,
+        }
         delays = iter(_RETRY_SECONDS)
         while True:
             try:
-                return AppState(state).restore(
-                    load, call=_CALL, process_group=group, timeout=timeout
-                )
+                return run.store.load(step, state, self._read, **arguments)
             except CheckpointException as error:
                 # All ranks receive the same failures, so all of them wait and retry.
                 seconds = next(delays, None)

@@ -4,9 +4,9 @@
    next save has started.
 2. In the first save, rank 0 lists the root. It sends all ranks whether any step has the metric that
    retention compares.
-3. Every rank reads its state and creates a target for the step. If this fails, the rank reports the
-   error to the other ranks, which would otherwise wait for it.
-4. A background save starts. Some saves compare the replicas first.
+3. A background save starts (saving/handle.py): every rank creates a target for the step, and reads
+   its state after the hooks. If this fails on a rank, all ranks are notified.
+4. Some saves compare the replicas first.
 5. The save's thread handles the result. If the save succeeded, the step counts as saved, and rank 0
    deletes old steps. If the save failed, the error is kept for the next call.
 6. If a save failed because ranks were declared dead, later saves would wait for them again. So no
@@ -24,7 +24,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,15 +32,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.version import __version__
 from torch_ckpt.checkpoint.opened import Checkpoint
-from torch_ckpt.errors import OnCommitFailed
+from torch_ckpt.errors import CheckpointError, OnCommitFailed
 from torch_ckpt.events import Event
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.exports import Exports
@@ -50,12 +48,13 @@ from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.ranks.exchange import Exchange
-from torch_ckpt.ranks.failures import causes, dead_ranks, of_torch
+from torch_ckpt.ranks.failures import causes, dead_ranks
 from torch_ckpt.ranks.group import RankGroup, group_for
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving.handle import AsyncSave, start
+from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.saving.target import Target
-from torch_ckpt.state.app_state import AppState, BeforeSave
+from torch_ckpt.state.states import BeforeSave, States
 from torch_ckpt.steps import encoded_marker, parsed_marker
 
 #: Seconds for which a due save waits at most for ranks that were declared dead.
@@ -162,7 +161,7 @@ class Saver:
     def save(
         self,
         step: int,
-        state: MutableMapping[str, Any],
+        state: StateDict,
         metrics: dict[str, float],
         notes: dict[str, Any],
         is_last: bool,
@@ -179,7 +178,7 @@ class Saver:
             step, lambda ready: self._start(step, state, metrics, notes, ready, is_last)
         )
 
-    def export(self, step: int, state: MutableMapping[str, Any]) -> bool:
+    def export(self, step: int, state: StateDict) -> bool:
         """Starts an export, then raises the error of the previous save if it failed.
 
         Args and raises: see :meth:`torch_ckpt.CheckpointManager.export`.
@@ -260,7 +259,7 @@ class Saver:
     def _start(
         self,
         step: int,
-        state: MutableMapping[str, Any],
+        state: StateDict,
         metrics: dict[str, float],
         notes: dict[str, Any],
         started: float,
@@ -272,15 +271,8 @@ class Saver:
         check_replicas = options.check_replicas if is_checked else "off"
         self._save_count += 1
         pending = Pending(step, self.schedule.decisions.count)
-        try:
-            self._require_metric(metrics, is_last)
-            values, total, target = self._prepare(step, state, metrics, notes)
-        except (ValueError, TypeError):
-            raise
-        except Exception as error:
-            return self.fail_to_start(step, error, started)
         if is_last:
-            self._log_expected_time(step, total)
+            self._log_expected_time(step)
 
         # Do not refer to `pending`: it refers to the save, which keeps the function.
         callbacks = pending.callbacks
@@ -291,9 +283,10 @@ class Saver:
                 options.on_commit(step)
 
         try:
+            self._require_metric(metrics, is_last)
             handle = pending.handle = start(
-                values,
-                lambda: target,
+                lambda: self.before_save.read(state),
+                lambda: self._target(step, metrics, notes),
                 RankGroup.of(run.process_group),
                 staging=options.staging,
                 timeout=run.timeout,
@@ -302,12 +295,15 @@ class Saver:
                 is_reported=True,
             )
         except Exception as error:
+            if _is_misuse(error):
+                raise
             return self.fail_to_start(step, error, started)
         self.timeline.last_step = step
         self.pending = pending
         for optimizer in self._guarded:
             handle.guard(optimizer)
         blocked = time.perf_counter() - started
+        total = handle.metrics().state_bytes
         message = f"step {step}: {size(total)}, training waited {blocked * 1000:.0f} ms"
         # Futures keep their callbacks, so the callback drops its reference to the manager.
         ended = [functools.partial(self._ended, self.owner(), pending, blocked)]
@@ -324,7 +320,7 @@ class Saver:
             self.check_for_errors()
         return True
 
-    def _start_export(self, step: int, state: MutableMapping[str, Any], started: float) -> bool:
+    def _start_export(self, step: int, state: StateDict, started: float) -> bool:
         run, exports = self.run, self.exports
         export = exports.export
         assert export is not None
@@ -334,9 +330,7 @@ class Saver:
         try:
             handle = pending.handle = start(
                 # If this fails, all ranks are notified.
-                lambda: AppState(
-                    {export.entry: state[export.entry]}, before_save=self.before_save
-                ).state_dict()[export.entry],
+                lambda: self._exported(export.entry, state),
                 lambda: export.target(step, exports.newest_valid),
                 RankGroup.of(run.process_group),
                 staging=self.options.staging,
@@ -346,9 +340,9 @@ class Saver:
                 warn_unchanged=False,
                 is_reported=True,
             )
-        except (ValueError, TypeError):
-            raise
         except Exception as error:
+            if _is_misuse(error):
+                raise
             self._export_failed(step, error, time.perf_counter() - started)
             self.check_for_errors()
             return False
@@ -358,6 +352,12 @@ class Saver:
         ended = [functools.partial(self._export_ended, self.owner(), pending)]
         handle.committed.add_done_callback(lambda future: ended.pop()(future))
         return True
+
+    def _exported(self, entry: str, state: StateDict) -> StateDict:
+        """Returns the state of the exported entry."""
+        model = self.before_save.read(state)[entry]
+        exported: StateDict = States({entry: model}).saved()[entry]
+        return exported
 
     def _export_ended(self, _owner: object, pending: Pending, future: Future[Checkpoint]) -> None:
         """Handles the result of an export, in the export's thread."""
@@ -409,73 +409,45 @@ class Saver:
                 "value yet."
             )
 
-    def _prepare(
-        self,
-        step: int,
-        state: MutableMapping[str, Any],
-        metrics: dict[str, float],
-        notes: dict[str, Any],
-    ) -> tuple[dict[str, Any], int, Target]:
-        """Reads the state and creates the target of the step. Reports any exception to the other
-        ranks.
-
-        Returns:
-            The values of the state, the total size of the tensors, and the target. The size of a
-            DTensor is the size of the full tensor.
-        """
+    def _target(self, step: int, metrics: dict[str, float], notes: dict[str, Any]) -> Target:
+        """Creates the target of a step."""
         run = self.run
+        run.lease.require()
+        # Make a copy, because the caller may change the dicts.
+        marker = parsed_marker(
+            encoded_marker(
+                {
+                    "metrics": _numbers(metrics),
+                    "notes": _require_json(notes),
+                    "ranks": run.ranks,
+                    "torch_ckpt": __version__,
+                }
+            )
+        )
 
         def marker_if_leased() -> dict[str, Any]:
             # Called right before the rename that completes the step.
             run.lease.require()
             return {**marker, **run.store.run_marker()}
 
-        try:
-            run.lease.require()
-            # Make a copy, because the caller may change the dicts.
-            marker = parsed_marker(
-                encoded_marker(
-                    {
-                        "metrics": _numbers(metrics),
-                        "notes": _require_json(notes),
-                        "ranks": run.ranks,
-                        "torch_ckpt": __version__,
-                    }
-                )
-            )
-            values = AppState(state, before_save=self.before_save).state_dict()
-            # The save refuses uninitialized parameters by name; they have no size.
-            total = sum(
-                leaf.numel() * leaf.itemsize
-                for leaf in pytree.tree_leaves(values)
-                if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)
-            )
-            target = run.store.target(
-                step,
-                self.write,
-                attempt=run.attempt,
-                may_replace=self.timeline.may_replace(step),
-                marker=marker_if_leased,
-                expected_bytes=total,
-                # Stop waiting before the other ranks time out, because they need this rank's plan.
-                make_room=functools.partial(self.deletions.make_room, run.timeout / 2),
-            )
-        except BaseException as error:
-            Exchange.open(RankGroup.of(run.process_group), "save", run.timeout).fail(error)
-            if isinstance(error, CheckpointException):
-                # The exception may come from dcp functions called by a value's state_dict().
-                raise of_torch(error) from None
-            raise
-        return values, total, target
+        return run.store.target(
+            step,
+            self.write,
+            attempt=run.attempt,
+            may_replace=self.timeline.may_replace(step),
+            marker=marker_if_leased,
+            # Stop waiting before the other ranks time out, because they need this rank's plan.
+            make_room=functools.partial(self.deletions.make_room, run.timeout / 2),
+        )
 
-    def _log_expected_time(self, step: int, bytes_of_state: int) -> None:
+    def _log_expected_time(self, step: int) -> None:
         deadline = self.deadline
         if deadline is None or self.run.rank != 0:
             return
         expected = (
             f"the previous save took {self._last_seconds:.1f} s"
             if self._last_seconds
-            else f"this is the first save ({size(bytes_of_state)}), so its duration is unknown"
+            else "this is the first save, so its duration is unknown"
         )
         LOGGER.log(
             logging.WARNING if self._last_seconds > deadline else logging.INFO,
@@ -542,6 +514,14 @@ class Saver:
         with self._lock:
             failure, self._failure = self._failure, None
         return failure
+
+
+def _is_misuse(error: Exception) -> bool:
+    """Returns True if the arguments of a save cannot be saved. Such an error is raised even if
+    failed saves are only counted."""
+    is_of_arguments = isinstance(error, ValueError | TypeError)
+    # The failure of an earlier save may have the type of its cause, too.
+    return is_of_arguments and not isinstance(error, CheckpointError)
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:

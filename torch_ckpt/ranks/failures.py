@@ -58,9 +58,12 @@ def capture_exceptions(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Returns an error in the form in which it can be sent to other ranks."""
+    """Returns an error in the form in which it can be sent to other ranks. The stack ends in the
+    code of the caller that has caused the error, if there is any."""
+    frames = [*traceback.extract_tb(error.__traceback__)]
+    if error.__cause__ is not None:
+        frames += traceback.extract_tb(error.__cause__.__traceback__)
     # Drop the code objects that Python 3.13 adds: they cannot be pickled.
-    frames = traceback.extract_tb(error.__traceback__)
     stack = traceback.StackSummary.from_list(
         [(f.filename, f.lineno or 0, f.name, f.line) for f in frames]
     )

@@ -52,7 +52,7 @@ from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.target import Target
 from torch_ckpt.saving.unchanged import UnchangedDetector
 from torch_ckpt.saving.write import Written
-from torch_ckpt.state.app_state import saved_values
+from torch_ckpt.state.states import States
 
 T = TypeVar("T")
 
@@ -131,6 +131,7 @@ class BackgroundSave(SaveRun):
         self.is_inherited = False
         self.unchanged: UnchangedDetector | None = None
         self._state = state
+        self.metrics.state_bytes = state.tensor_bytes
         self._write = _C.Save(state.watch)
         self._ready = record_events(state.watch.devices)
         self.has_devices = bool(self._ready)
@@ -658,7 +659,7 @@ def start(
         with exclusive_save(ranks, if_busy):
             check_for_errors()
             with no_gc():
-                state = SaveState(saved_values(state_dict), snapshot=True)
+                state = SaveState(States(state_dict, calls=True).saved(), snapshot=True)
             save = BackgroundSave(
                 state,
                 chosen,

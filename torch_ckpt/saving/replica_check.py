@@ -23,7 +23,7 @@ from torch_ckpt.checkpoint.objects import PLAIN
 #: Values of the option check_replicas.
 MODES = ("off", "warn", "error")
 
-# AppState saves the parts of a value that are not tensors under a name with this suffix
+# The parts of a value's state that are not tensors have a name with this suffix
 # (state/splitting.py).
 _OBJECTS = "._objects"
 

@@ -35,7 +35,7 @@ from torch_ckpt.saving.save_plan import SavePlan
 from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.target import Opened, Target
 from torch_ckpt.saving.write import Events, Written, progress_of, write_files
-from torch_ckpt.state.app_state import saved_values
+from torch_ckpt.state.states import States
 
 
 class Message(NamedTuple):
@@ -154,9 +154,10 @@ class SaveRun:
     ) -> tuple[Message, None]:
         self._begin()
         if state_dict is not None:
-            self._state = SaveState(saved_values(state_dict))
+            self._state = SaveState(States(state_dict, calls=True).saved())
         state = self._state
         assert state is not None
+        self.metrics.state_bytes = self._target.expected_bytes = state.tensor_bytes
         self._target.select(state)
         state.plan()
         self._opened = self._target.open(self._ranks.rank, self._ranks.size)

@@ -48,6 +48,8 @@ class SaveState:
     Attributes:
         structure: the inputs of a plan, set by :meth:`plan`.
         resolved: number of values that :meth:`sources` has converted for the engine.
+        tensor_bytes: size of the tensors, except ShardedTensors. A DTensor counts with the size of
+            the complete tensor.
 
     Raises:
         ValueError: two values have the same name.
@@ -62,11 +64,13 @@ class SaveState:
         #: Watches the tensors of a snapshot; None for other states.
         self.watch = _C.SourceWatch() if snapshot else None
         self._flat = _C.FlatState(state_dict, chunks_here, self.watch)
+        self.tensor_bytes = self._flat.tensor_bytes()
         for row in self._flat.unplanned():
             value = self._flat.value(row)
             # A ShardedTensor refuses the question.
             if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
                 require_savable(self._flat.name(row), value)
+                self.tensor_bytes += value.size().numel() * value.dtype.itemsize
         flatten_sharded_tensors(self._flat)
         if self.watch is not None:
             for row in self._flat.others():
@@ -220,7 +224,7 @@ class SaveState:
             found = pickled(value)
         except Exception as error:
             raise unpicklable(name, value, error) from None
-        # AppState wraps values in this type, and has checked them under the caller's names.
+        # state/splitting.py wraps states in this type, and has checked them by the caller's names.
         if type(value) is not SimpleNamespace:
             warn_of_what_will_not_load(name, value, found)
         self.resolved += 1

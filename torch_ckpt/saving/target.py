@@ -65,6 +65,8 @@ class Target:
         require_instance("options", options, WriteOptions)
         self.path = os.fspath(path)
         self.options = options
+        #: Lower bound on the bytes that all ranks write; set on each rank before :meth:`open`.
+        self.expected_bytes = 0
         #: True while the target does work that may take long but moves no bytes.
         self.is_busy = False
         #: Number of bytes that the target itself has moved.

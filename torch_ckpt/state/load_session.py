@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch_ckpt.checkpoint.chunks import chunks_here
 from torch_ckpt.checkpoint.dtypes import warn_of_lost_precision
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import LoadMismatch
-from torch_ckpt.loading.load import Load, Match, Placeholder, StateDict, Strict, T
+from torch_ckpt.loading.load import Load, Match, StateDict, Strict, T
 from torch_ckpt.loading.page_cache import RankReads, require_one_version, share_bytes
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
@@ -36,9 +36,8 @@ from torch_ckpt.options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import CheckpointFailed
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
-from torch_ckpt.state.app_state import States, resolve_state_dict, stateful_keys
 from torch_ckpt.state.splitting import OBJECTS
-from torch_ckpt.state.state_targets import ModuleTarget
+from torch_ckpt.state.states import States
 
 
 class _RankPlan(NamedTuple):
@@ -70,6 +69,7 @@ def load(
     rename: Rename = None,
     free_before_read: bool = False,
     timeout: float = TIMEOUT_SECONDS,
+    restores_structure: bool = False,
 ) -> LoadReport:
     """Loads a checkpoint into a state dict.
 
@@ -78,6 +78,7 @@ def load(
             :func:`torch_ckpt.load`.
         source: creates the source. If it fails, the load fails on all ranks.
         group: the ranks that load together.
+        restores_structure: see :class:`LoadSession`.
 
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed.
@@ -86,12 +87,16 @@ def load(
     ranks = Exchange.open(group, "load", timeout)
     try:
         with ExitStack() as stack, ranks:
-            resolve_state_dict(state_dict, calls=False)
+            states = States(state_dict)
             opened = source()
             stack.callback(opened.close)
             if free_before_read and opened.options.read_once:
                 raise ValueError("Pass either free_before_read or read_once, not both.")
-            session = LoadSession(state_dict, Load(opened, ranks.rank, names, rename))
+            session = LoadSession(
+                states,
+                Load(opened, ranks.rank, names, rename),
+                restores_structure=restores_structure,
+            )
             if free_before_read:
                 report = session.run_freeing(ranks, strict)
             else:
@@ -107,28 +112,36 @@ def load(
 class LoadSession:
     """One load on this rank. The methods follow the steps in the module's docstring.
 
-    Values that have a state are loaded in the same way as by :class:`AppState`. So are plain values
-    that the checkpoint stores in AppState's layout, as a manager's checkpoint does.
+    Values that have a state are loaded through their state (state/states.py). So are lists with
+    tensors, and plain values that the checkpoint stores as a former manager did.
 
     Args:
-        state_dict: names and values, which are filled in place or replaced.
+        states: the values, which are filled in place or replaced.
         load: the load of this rank.
         only_compared: True if nothing is read. Modules may then be on the meta device.
+        restores_structure: True restores the saved structure of plain values, whose dicts may get
+            new keys. False fills the values of the current structure, as ``dcp.load`` does.
     """
 
-    def __init__(self, state_dict: StateDict, load: Load, *, only_compared: bool = False) -> None:
-        self._state_dict = state_dict
+    def __init__(
+        self,
+        states: States,
+        load: Load,
+        *,
+        only_compared: bool = False,
+        restores_structure: bool = False,
+    ) -> None:
+        self._states = states
+        self._state_dict = states.values
         self._load = load
         self._only_compared = only_compared
-        # Keys of values that have a state. All ranks read the values in this order, because
-        # state_dict() may be a collective operation.
-        self._stateful = sorted(stateful_keys(state_dict))
+        self._restores_structure = restores_structure
+        # All ranks read the values that have a state in this order, because state_dict() may be a
+        # collective operation.
+        self._stateful = sorted(states.stateful())
+        # The keys of the values that are loaded through States.
         self._by_state = set(self._stateful)
         self._reads = RankReads()
-
-    @cached_property
-    def _states(self) -> States:
-        return States(self._state_dict, wraps_errors=False)
 
     def run(
         self, ranks: Exchange, strict: Strict, process_group: dist.ProcessGroup | None
@@ -183,8 +196,8 @@ class LoadSession:
         refuse_capture()
         targets = dict(self._state_dict)
         targets.update((key, self._target(key)) for key in self._stateful)
-        for key, value in self._state_dict.items():
-            if not isinstance(value, torch.Tensor) and key not in self._by_state:
+        for key in self._state_dict:
+            if key not in self._by_state:
                 targets[key] = self._target(key)
         return self._match(targets)
 
@@ -198,17 +211,19 @@ class LoadSession:
         """Returns the target for the value of a key."""
         value = self._state_dict[key]
         if key not in self._by_state:
-            # AppState has already made a target of the value.
-            if isinstance(value, torch.Tensor | Placeholder | ModuleTarget):
-                return value
-            is_stored_by_state = f"{key}.{OBJECTS}" in self._load.index
-            # Its tensors may have other numbers and shapes than when it was saved.
-            is_list_of_tensors = isinstance(value, list) and key not in self._load.index
-            if not (is_stored_by_state or is_list_of_tensors):
+            if not (self._restores_structure or self._has_new_structure(key, value)):
                 return value
             self._by_state.add(key)
         is_only_compared = self._only_compared and isinstance(value, torch.nn.Module)
         return self._states.read(key, for_load=not is_only_compared)
+
+    def _has_new_structure(self, key: str, value: Any) -> bool:
+        """Returns True for a plain value that cannot be filled in place."""
+        if isinstance(value, torch.Tensor):
+            return False
+        index = self._load.index
+        # The tensors of a list may have other numbers and shapes than when it was saved.
+        return f"{key}.{OBJECTS}" in index or (isinstance(value, list) and key not in index)
 
     def _require_fit(self, report: LoadReport, strict: Strict) -> None:
         """Raises LoadMismatch if the checkpoint does not fit the state dict, or if it has values

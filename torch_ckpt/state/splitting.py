@@ -238,7 +238,7 @@ def wrap_state(key: str, state: Any, tensors: int = 0) -> SimpleNamespace:
 
 
 def as_states(value: Any) -> Any:
-    """Converts the layout of :class:`AppState` into the states that ``state_dict()`` returned.
+    """Converts the layout of :func:`split_state` into the states that ``state_dict()`` returned.
 
     Args:
         value: nested dicts and lists of a checkpoint. Tensors may be replaced by placeholders.
@@ -266,4 +266,4 @@ def is_wrapped(value: Any) -> bool:
 
 def unwrap_state(part: Any) -> Any:
     """Returns the value of a wrapped state; returns other values unchanged."""
-    return part.value if isinstance(part, SimpleNamespace) else part
+    return part.value if is_wrapped(part) else part

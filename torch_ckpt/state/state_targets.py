@@ -24,7 +24,6 @@ from torch import nn
 
 from torch_ckpt._base.containers import map_children
 from torch_ckpt._base.formatting import plural, some_of
-from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import Placeholder, Stored, describe_sharded
 from torch_ckpt.state.filled_memory import FilledMemory, overlaps_itself
@@ -113,15 +112,15 @@ class StateTarget(Placeholder):
             itself.
         is_stateful: True if ``load_state_dict()`` receives the state. Then nested plain dicts and
             lists are replaced, not filled, because the object might still use them.
-        other_keys: the other keys of the mapping.
+        keys: the keys of the mapping.
     """
 
-    def __init__(self, key: str, own: Any, *, is_stateful: bool, other_keys: Sequence[str]) -> None:
+    def __init__(self, key: str, own: Any, *, is_stateful: bool, keys: Iterable[str]) -> None:
         super().__init__()
         self._key = key
         self._own = own
         self._is_stateful = is_stateful
-        self._other_keys = tuple(f"{other}." for other in other_keys if other.startswith(f"{key}."))
+        self._keys = keys
         self._object_name = f"{key}.{OBJECTS}"
         # Targets by stored name, in the order of the checkpoint. Objects have this placeholder as
         # their target.
@@ -135,6 +134,10 @@ class StateTarget(Placeholder):
         self._refused: dict[str, str] = {}
         # Stored paths of the names that the own state lacks.
         self._stored_paths: dict[str, Any] = {}
+        # The result of _keys_of(), by the id of the dict.
+        self._own_keys: dict[int, tuple[dict[str, Any], bool]] = {}
+        #: Names of loaded values whose keys were perhaps numbers, and are now texts.
+        self.text_keys: list[str] = []
         self._loads_all = False
 
     @cached_property
@@ -160,24 +163,20 @@ class StateTarget(Placeholder):
         self._chosen, self._lacking_tensors, self._refused = {}, {}, {}
         self._extra, self._tensor_count = [], 0
         self._loads_all = stored.loads_all
-        beneath = [
-            name
-            for name in stored.names
-            if name.startswith(f"{key}.") and not f"{name}.".startswith(self._other_keys)
-        ]
-        saved_per_rank = re.compile(rf"{re.escape(key)}\.rank\d+")
         has_object = self._object_name in stored
         if has_object:
-            names = [name for name in beneath if stored.is_tensor(name)]
+            names = [name for name in self._beneath(stored) if stored.is_tensor(name)]
             chosen[self._object_name] = self
             self._tensor_count = len(names)
         elif key in stored:
             names = [key]
-        elif beneath and not any(map(saved_per_rank.fullmatch, beneath)):
-            names = beneath
-            chosen = {name: self for name in self._lacking(beneath)}
         else:
-            return {key if type(self._own) in PLAIN else self._object_name: self}
+            names = self._beneath(stored)
+            if self._is_per_rank(stored, names):
+                names = []
+            if not names and self._is_stateful:
+                return {self._object_name: self}
+            chosen = {name: self for name in self._lacking(names)}
         filled = FilledMemory()
         for name in names:
             if not self._is_stateful and stored.is_tensor(name) and self._is_in_own_dict(name):
@@ -199,7 +198,26 @@ class StateTarget(Placeholder):
         ]
         stored_paths = stored.paths() if unknown and names != [key] else {}
         self._stored_paths = {name: stored_paths.get(name) for name in unknown}
+        self.text_keys = []
         return {**chosen, **self._chosen, **self._lacking_tensors}
+
+    def _beneath(self, stored: Stored) -> list[str]:
+        """Returns the stored names that begin with the key, and not with a longer key."""
+        prefix = f"{self._key}."
+        longer = tuple(f"{other}." for other in self._keys if other.startswith(prefix))
+        return [
+            name
+            for name in stored.names
+            if name.startswith(prefix) and not f"{name}.".startswith(longer)
+        ]
+
+    def _is_per_rank(self, stored: Stored, names: Iterable[str]) -> bool:
+        """Returns True if the value was saved as PerRank, and not as a dict with such keys."""
+        pattern = re.compile(rf"{re.escape(self._key)}\.rank\d+")
+        for name in names:
+            if pattern.fullmatch(name) and name not in self._leaves and not stored.is_tensor(name):
+                return is_wrapped(stored.read([name]).get(name))
+        return False
 
     def refusals(self, stored: Stored, is_chosen: Callable[[str], bool]) -> list[str]:
         reasons = [reason for name, reason in self._refused.items() if is_chosen(name)]
@@ -321,6 +339,40 @@ class StateTarget(Placeholder):
             return tuple(_Index(part) if type(part) is int else str(part) for part in path[1:])
         return tuple(name[len(self._key) + 1 :].split("."))
 
+    def _with_own_keys(self, name: str) -> Path:
+        """Returns the path of a value that was saved without the types of keys: with the keys of
+        own dicts, and integers as new keys of own dicts of integers."""
+        if name in self._leaves:
+            return self._leaves[name][0]
+        path: list[Any] = []
+        container: Any = self._own
+        for part in self._path(name):
+            key: Any = part
+            if isinstance(part, _Index):
+                is_present = isinstance(container, list) and part < len(container)
+            else:
+                keys, are_integers = self._keys_of(container)
+                is_present = part in keys
+                number = _integer(part)
+                if is_present or (are_integers and number is not None):
+                    key = keys.get(part, number)
+                elif number is not None and name not in self.text_keys[-1:]:
+                    self.text_keys.append(name)
+            path.append(key)
+            container = container[key] if is_present else None
+        return tuple(path)
+
+    def _keys_of(self, container: Any) -> tuple[dict[str, Any], bool]:
+        """Returns the keys of a dict by their texts, and True if all of them are integers."""
+        if not isinstance(container, Mapping):
+            return {}, False
+        found = self._own_keys.get(id(container))
+        if found is None:
+            keys = {str(key): key for key in container}
+            are_integers = bool(keys) and all(type(key) is int for key in container)
+            found = self._own_keys[id(container)] = keys, are_integers
+        return found
+
     def _joined(self, stored: Any) -> Any:
         """Returns the stored state: its object, with the tensors in their places."""
         if not is_wrapped(stored) or stored.tensors != self._tensor_count:
@@ -366,7 +418,7 @@ class StateTarget(Placeholder):
         for name in [*self._chosen, *self._lacking(self._chosen, with_empty=True)]:
             value = self._loaded(name)
             if value is not _MISSING:
-                root = _set(root, self._path(name), value)
+                root = _set(root, self._with_own_keys(name), value)
         return root
 
     def _filled(self, loaded: Any, *, keeps_types: bool = False) -> Any:
@@ -464,6 +516,14 @@ def _name(key: str, path: Path) -> str:
     return ".".join((key, *map(str, path)))
 
 
+def _integer(text: str) -> int | None:
+    """Returns the integer with exactly this text; None if there is none."""
+    digits = text.removeprefix("-")
+    # Python refuses to convert long texts, which are no keys of programs.
+    is_integer = digits.isascii() and digits.isdecimal() and len(digits) < 20
+    return int(text) if is_integer and str(int(text)) == text else None
+
+
 def _dots(name: str) -> list[int]:
     return [at for at, letter in enumerate(name) if letter == "."]
 
@@ -490,7 +550,8 @@ def _set(root: Any, path: Path, value: Any) -> Any:
     if isinstance(part, _Index):
         if not isinstance(root, list):
             root = []
-        root.extend([None] * (part + 1 - len(root)))
+        # A checkpoint does not contain empty dicts, so a missing part of a list was one.
+        root.extend({} for _ in range(part + 1 - len(root)))
         root[part] = _set(root[part], path[1:], value)
         return root
     if not isinstance(root, dict):

@@ -103,7 +103,6 @@ class LocalSteps(StepStore):
         attempt: str,
         may_replace: bool = False,
         marker: Callable[[], dict[str, Any]] = dict,
-        expected_bytes: int = 0,
         make_room: Callable[[], None] = lambda: None,
     ) -> Target:
         from torch_ckpt.steps.local_target import StepTarget
@@ -117,7 +116,6 @@ class LocalSteps(StepStore):
             attempt=attempt,
             may_replace=may_replace,
             marker=marker,
-            expected_bytes=expected_bytes,
             make_room=make_room,
             options=options,
         )
@@ -129,9 +127,9 @@ class LocalSteps(StepStore):
         options: ReadOptions = DEFAULT_READ_OPTIONS,
         **arguments: Unpack[LoadArguments],
     ) -> LoadReport | Checkpoint:
-        from torch_ckpt.api import load
+        from torch_ckpt.api import load_path
 
-        return load(state_dict, self.path_of(step), options=options, **arguments)
+        return load_path(state_dict, self.path_of(step), options, **arguments)
 
     def metadata(self, step: int) -> Metadata:
         from torch_ckpt.checkpoint.opened import Checkpoint

@@ -31,7 +31,7 @@ class StepTarget(DirectoryTarget):
         fenced: block in which this run still holds the root; yields its lease.
         step: the step number.
         attempt: see :meth:`StepStore.target`.
-        may_replace, marker, expected_bytes, make_room: see :meth:`StepStore.target`.
+        may_replace, marker, make_room: see :meth:`StepStore.target`.
         options: the options of the save.
     """
 
@@ -46,7 +46,6 @@ class StepTarget(DirectoryTarget):
         attempt: str,
         may_replace: bool,
         marker: Callable[[], dict[str, Any]],
-        expected_bytes: int,
         make_room: Callable[[], None],
         options: WriteOptions,
     ) -> None:
@@ -59,7 +58,6 @@ class StepTarget(DirectoryTarget):
         self.directory_path = os.path.join(root, _core.unfinished_step_name(self._step, attempt))
         self._may_replace = may_replace
         self._marker = marker
-        self._expected_bytes = expected_bytes
         self._make_room = make_room
         self._removes_directory = False
 
@@ -70,8 +68,8 @@ class StepTarget(DirectoryTarget):
                 _core.make_directories(self._root)
                 require_room(
                     self._root,
-                    self._expected_bytes,
-                    f"the step needs at least {size(self._expected_bytes)}",
+                    self.expected_bytes,
+                    f"the step needs at least {size(self.expected_bytes)}",
                     "keep fewer steps, or free space",
                     self._make_room,
                 )

@@ -149,7 +149,6 @@ class RemoteSteps(StepStore):
         attempt: str,
         may_replace: bool = False,
         marker: Callable[[], dict[str, Any]] = dict,
-        expected_bytes: int = 0,
         make_room: Callable[[], None] = lambda: None,
     ) -> Target:
         """See :meth:`StepStore.target`. Ignores ``attempt``, because file names are unique without

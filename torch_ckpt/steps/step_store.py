@@ -197,7 +197,6 @@ class StepStore(abc.ABC):
         attempt: str,
         may_replace: bool = False,
         marker: Callable[[], dict[str, Any]] = dict,
-        expected_bytes: int = 0,
         make_room: Callable[[], None] = lambda: None,
     ) -> Target:
         """Creates the target for one save of a step. The target's commit completes the step.
@@ -210,16 +209,15 @@ class StepStore(abc.ABC):
                 the commit.
             marker: function that returns the content of the marker, a dict of JSON values. Called
                 on the coordinator during the commit.
-            expected_bytes: lower bound on the total number of bytes that all ranks will write.
-            make_room: function that frees disk space, called if fewer than ``expected_bytes`` bytes
-                are free. If too few bytes are free even afterwards, the save is refused.
+            make_room: function that frees disk space, called if the tensors of the state do not fit
+                into the free space. If they do not fit even afterwards, the save is refused.
 
         Raises:
             ValueError: the step number is out of range.
 
         Raises (from the save, on every rank, inside a ``CheckpointException``):
             FileExistsError: the step is complete, and ``may_replace`` is False.
-            OSError: fewer than ``expected_bytes`` bytes are free (``ENOSPC``), or a system call
+            OSError: the tensors do not fit into the free space (``ENOSPC``), or a system call
                 failed.
         """
 

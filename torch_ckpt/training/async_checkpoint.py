@@ -14,12 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt import _core
 from torch_ckpt._base.checks import check_options, names_of
-from torch_ckpt.api import LOAD_OPTIONS, async_save, load
+from torch_ckpt.api import LOAD_OPTIONS, async_save, load_path
 from torch_ckpt.checkpoint.metrics import SaveMetrics
+from torch_ckpt.options import DEFAULT_READ_OPTIONS
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 from torch_ckpt.saving.handle import AsyncSave
 from torch_ckpt.saving.unchanged import SAVE_COUNTER
-from torch_ckpt.state.app_state import AppState, BeforeSave
+from torch_ckpt.state.states import BeforeSave
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,6 @@ class AsyncCheckpoint:
             "load_options", load_options, LOAD_OPTIONS | {"no_dist", "process_group"}
         )
         self._before_save = BeforeSave()
-        self._app_state = AppState(self.state, before_save=self._before_save)
         self._handle: AsyncSave | None = None
         self._save_metrics: SaveMetrics | None = None
         self._blocked_s = 0.0
@@ -161,7 +161,7 @@ class AsyncCheckpoint:
         previous = self._handle
         try:
             handle = async_save(
-                self._app_state.state_dict,
+                lambda: self._before_save.read(self.state),
                 path,
                 on_commit=None if on_commit is None else lambda _checkpoint: on_commit(path),
                 **self._save_options,
@@ -217,12 +217,11 @@ class AsyncCheckpoint:
         Raises:
             CheckpointException: the load failed; raised on every rank. See
                 :func:`torch_ckpt.load`.
-            CheckpointError: a value rejects its loaded state; the message names the value. The
-                other ranks raise a RuntimeError that names both the value and the rank.
-            TimeoutError: some ranks did not make this call in time; the message names these ranks.
+                A cause may be a value that rejects its loaded state; the message begins with its
+                name.
         """
         state = {key: value for key, value in self.state.items() if key != SAVE_COUNTER}
-        self._restore(AppState(state), path)
+        self._restore(state, path)
         self.state.update(state)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -233,27 +232,18 @@ class AsyncCheckpoint:
             path: directory of the checkpoint.
 
         Raises:
-            CheckpointException, CheckpointError, TimeoutError: see :meth:`read`.
+            CheckpointException: see :meth:`read`.
         """
-        self._restore(self._app_state, path)
+        self._restore(self.state, path)
 
-    def _restore(self, app_state: AppState, path: str | os.PathLike[str]) -> None:
+    def _restore(self, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         if self._handle is not None:
             _core.fault_point("wait for the save before", self._handle.metrics().path)
             # Do not call result(), which would mark the write's error as reported.
             concurrent.futures.wait([self._handle.committed])
-        options = self._load_options
-        if options.get("no_dist"):
-            target = app_state.target()
-            load(target, path, **options)
-            app_state.apply(target)
-            return
-        app_state.restore(
-            lambda target: load(target, path, **options),
-            call="AsyncCheckpoint.restore",
-            process_group=options.get("process_group"),
-            timeout=self._save_options.get("timeout", TIMEOUT_SECONDS),
-        )
+        timeout = self._save_options.get("timeout", TIMEOUT_SECONDS)
+        options = {"options": DEFAULT_READ_OPTIONS, "timeout": timeout, **self._load_options}
+        load_path(state, path, **options, restores_structure=True)
 
     def sync(self, timeout: float | None = None) -> None:
         """Waits until the most recent write is durable and visible.

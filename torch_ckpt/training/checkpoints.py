@@ -1,7 +1,7 @@
 """Two functions that save and load steps, for loops that do not need a manager.
 
 A :class:`torch_ckpt.CheckpointManager` with the same root sees the same steps and loads them into
-the same state, because all of them use :class:`torch_ckpt.state.app_state.AppState`.
+the same state, because all of them save and load by the same functions.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def save_checkpoint(
     from torch_ckpt.ranks.collective_call import CollectiveCall
     from torch_ckpt.ranks.group import RankGroup
     from torch_ckpt.saving.handle import save
-    from torch_ckpt.state.app_state import AppState
+    from torch_ckpt.state.states import BeforeSave
     from torch_ckpt.steps import open_steps, step_name
 
     if removed:
@@ -131,7 +131,7 @@ def save_checkpoint(
         step, options, attempt=attempt, may_replace=overwrite, marker=steps.run_marker
     )
     group = RankGroup.of(process_group)
-    save(AppState(state).state_dict, lambda: target, group, timeout=timeout)
+    save(lambda: BeforeSave().read(state), lambda: target, group, timeout=timeout)
 
 
 def load_checkpoint_if_it_exists(
@@ -177,9 +177,8 @@ def load_checkpoint_if_it_exists(
     Raises:
         CheckpointException: the load failed; raised on every rank; see :func:`torch_ckpt.load`. The
             cause is ``LoadMismatch`` if ``strict`` is True and the step does not match the state.
-        CheckpointError: a value rejects its loaded state, for example because an optimizer has a
-            different structure. The message begins with the value's key. The other ranks raise
-            ``RuntimeError``.
+            Another cause is a value that rejects its loaded state, for example because an optimizer
+            has a different structure; its message begins with the value's key.
         OSError: the directory cannot be listed. Other ranks raise ``RuntimeError``.
         ImportError: the URL needs a package that is not installed.
         ValueError: the URL's protocol is not supported, or options contradict each other.
@@ -194,7 +193,6 @@ def load_checkpoint_if_it_exists(
     from torch_ckpt.loading.report import LoadReport
     from torch_ckpt.options import ReadOptions, refuse_options
     from torch_ckpt.ranks.collective_call import CollectiveCall
-    from torch_ckpt.state.app_state import AppState
     from torch_ckpt.steps import open_steps
 
     if removed:
@@ -230,30 +228,26 @@ def load_checkpoint_if_it_exists(
         warned.append(f"{directory}: {mixture}")
     if newest is not None:
         [steps] = opened
-        reports: list[LoadReport] = []
-
-        def load(target: dict[str, Any]) -> None:
-            report = steps.load(
-                newest,
-                target,
-                options=options,
-                planner=planner,
-                process_group=process_group,
-                strict="dtypes" if strict else False,
-                names=names,
-                rename=rename,
-                free_before_read=free_before_read,
-                timeout=timeout,
-            )
-            # With a planner, there is no comparison.
-            reports.append(report if isinstance(report, LoadReport) else LoadReport())
-
-        AppState(state).restore(load, call=_LOAD, process_group=process_group, timeout=timeout)
+        loaded = steps.load(
+            newest,
+            state,
+            options=options,
+            planner=planner,
+            process_group=process_group,
+            strict="dtypes" if strict else False,
+            names=names,
+            rename=rename,
+            free_before_read=free_before_read,
+            timeout=timeout,
+            restores_structure=True,
+        )
+        # With a planner, there is no comparison.
+        report = loaded if isinstance(loaded, LoadReport) else LoadReport()
         if names is None:
             # Only names that no rank has: each pipeline stage lacks the names of the other stages.
             with CollectiveCall(_LOAD, process_group, timeout) as call:
                 unused: list[str] = call.agree(
-                    lambda: _unused_names(reports[0], state),
+                    lambda: _unused_names(report, state),
                     lambda names: sorted(set.intersection(*names)),
                 )
             if unused:
@@ -261,7 +255,7 @@ def load_checkpoint_if_it_exists(
                     f"step {newest} has names that are not in the state and were not loaded: "
                     f"{some_of(unused, _MAX_NAMES)}"
                 )
-        converted = _converted_tensors(reports[0])
+        converted = _converted_tensors(report)
         if converted:
             warned.append(
                 f"converted tensors to the dtypes of the state: {some_of(converted, _MAX_NAMES)}"

@@ -169,7 +169,7 @@ def test_a_module_is_not_called_for_its_state(tmp_path: Path, call: Callable[...
 
 @pytest.mark.parametrize("state", [[], lambda: []], ids=["a list", "a function of it"])
 def test_a_value_that_is_not_a_state_dict_is_refused(tmp_path: Path, state: Any) -> None:
-    with pytest.raises(TypeError, match="state_dict must be a dict, got list"):
+    with pytest.raises(TypeError, match="the state must be a dict, got list"):
         torch_ckpt.save(state, tmp_path)
 
 

@@ -132,7 +132,7 @@ def test_a_state_that_is_no_dict_is_refused_even_if_nothing_is_saved_or_restored
     make: Make, state: Any
 ) -> None:
     made = make(interval=7)
-    text = f"the state must be a dict such as .*, got a {type(state).__name__}"
+    text = f"the state must be a dict, got {type(state).__name__}"
     for call in (lambda: made.save(1, state), lambda: made.restore(state)):
         with pytest.raises(TypeError, match=text):
             call()
@@ -172,7 +172,7 @@ def test_a_module_instead_of_a_state_is_refused(make: Make) -> None:
     train(made, [1])
     calls: list[Callable[[Any], Any]] = [lambda state: made.save(2, state), made.restore]
     for call in calls:
-        with pytest.raises(TypeError, match=r'a dict such as \{"model": model\}, got a Linear'):
+        with pytest.raises(TypeError, match=r"got Linear\. Pass \{'model': \.\.\.\}"):
             call(torch.nn.Linear(2, 2))
     assert made.all_steps() == [1]
 

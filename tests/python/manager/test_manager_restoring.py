@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from errno import EACCES
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -35,7 +37,51 @@ from torch_ckpt import CheckpointManager
 from torch_ckpt.checkpoint import safe_types
 from torch_ckpt.errors import CheckpointError, LoadMismatch, Unsafe
 from torch_ckpt.events import Event
+from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.steps import MARKER_NAME
+
+# --- what the ranks exchange ----------------------------------------------------------------------
+
+
+def test_a_restore_makes_the_exchanges_of_a_load_and_one_for_the_step(make: Make) -> None:
+    made = make()
+    train(made, [1])
+    finish(made)
+    state = training_of(0).state
+    with exchanged() as of_restore:
+        assert made.restore(state) == 1
+    with exchanged() as of_load:
+        torch_ckpt.load(state, made.steps()[0].path)
+    assert of_load == ["plan", "load", "finish"]
+    assert of_restore == ["meeting", *of_load]
+
+
+def test_a_save_makes_the_exchanges_of_an_async_save(make: Make, tmp_path: Path) -> None:
+    made = make()
+    train(made, [1])
+    finish(made)
+    state = training_of(0).state
+    with exchanged() as of_manager:
+        made.save(2, state)
+        finish(made)
+    with exchanged() as of_save:
+        torch_ckpt.async_save(state, tmp_path / "saved").result()
+    assert of_manager == of_save == ["plan", "write"]
+
+
+@contextmanager
+def exchanged() -> Iterator[list[str]]:
+    """Block whose exchanges between ranks are recorded, by the names of their steps."""
+    steps: list[str] = []
+    exchange = Exchange.exchange
+
+    def record(ranks: Exchange, step: str, *args: Any) -> Any:
+        steps.append(step)
+        return exchange(ranks, step, *args)
+
+    with mock.patch.object(Exchange, "exchange", record):
+        yield steps
+
 
 # --- rewinding ------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/saving/replica_check.py", "check_replicas"): ["save", "CheckpointManager"],
     ("torch_ckpt/saving/save_state.py", "device"): ["to_empty"],
     ("torch_ckpt/saving/target.py", "overwrite"): SAVES[:3],
-    ("torch_ckpt/state/app_state.py", "device"): ["to_empty"],
+    ("torch_ckpt/state/states.py", "device"): ["to_empty"],
     ("torch_ckpt/state/load_session.py", "free_before_read"): ["load"],
     ("torch_ckpt/state/load_session.py", "rename"): LOADS,
     ("torch_ckpt/state/load_session.py", "strict"): LOADS,

@@ -1,4 +1,4 @@
-"""AppState: the saved state of a program, which resumes without a difference."""
+"""The saved state of a program, which resumes without a difference."""
 
 from __future__ import annotations
 
@@ -21,10 +21,22 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from benchmarks.ranks import mesh_without_peers
 from tests.forked import in_fresh_process
-from tests.programs import OPTIMIZERS, State, kept, model, outcome, program, restore, save, train
+from tests.programs import (
+    OPTIMIZERS,
+    State,
+    kept,
+    model,
+    outcome,
+    program,
+    read_targets,
+    restore,
+    save,
+    train,
+)
 from tests.support import assert_equal, cause_of, pairwise
+from torch_ckpt import PerRank, RNGState
 from torch_ckpt.errors import CheckpointError, LoadMismatch
-from torch_ckpt.state.app_state import AppState, BeforeSave, PerRank, RNGState
+from torch_ckpt.state.states import BeforeSave, States
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -42,7 +54,7 @@ def test_training_continues_bit_for_bit_after_a_save_and_after_a_restore(
     train(through, before + 3)
     interrupted = program(OPTIMIZERS[name])
     train(interrupted, before)
-    AppState(interrupted).target()
+    read_targets(interrupted)
     save(interrupted, tmp_path)
     train(interrupted, 3)
     assert_equal(outcome(interrupted), outcome(through))
@@ -106,7 +118,7 @@ def _tied() -> nn.Module:
 def test_names_are_those_of_torch(make: Callable[[], nn.Module]) -> None:
     module = make()
     optimizer = torch.optim.AdamW(module.parameters())
-    found = AppState({"model": module, "optimizer": optimizer}).state_dict()
+    found = States({"model": module, "optimizer": optimizer}).saved()
     of_module, of_optimizer = get_state_dict(module, optimizer)
     assert set(found["model"]) == set(of_module)
     assert set(found["optimizer"]["state"]) == set(of_optimizer["state"])
@@ -129,7 +141,7 @@ def test_modules_of_fsdp1_are_refused() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sharded = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
-        AppState({"model": sharded}).state_dict()
+        States({"model": sharded}).saved()
 
 
 class _WithExtraState(nn.Module):
@@ -163,7 +175,7 @@ def test_a_modules_extra_state_can_change_its_structure(
 def test_a_module_on_the_meta_device_is_refused() -> None:
     module = nn.Linear(2, 2, device="meta")
     with pytest.raises(CheckpointError, match=r"^model: .*weight is on the meta .*to_empty"):
-        AppState({"model": module}).target()
+        read_targets({"model": module})
 
 
 # --- each rank's own -----------------------------------------------------------------------------
@@ -214,7 +226,7 @@ class StatefulDataLoader:
 def test_a_torchdata_loader_is_saved_per_rank(tmp_path: Path) -> None:
     loader = StatefulDataLoader()
     loader.position = 7
-    assert set(AppState({"loader": loader}).state_dict()["loader"]) == {"rank0"}
+    assert set(States({"loader": loader}).saved()["loader"]) == {"rank0"}
     restored = kept({"loader": loader}, tmp_path, {"loader": StatefulDataLoader()})
     assert restored["loader"].position == 7
 
@@ -222,7 +234,7 @@ def test_a_torchdata_loader_is_saved_per_rank(tmp_path: Path) -> None:
 def test_a_rank_without_a_saved_value_keeps_its_current_one(tmp_path: Path) -> None:
     save({"own": PerRank(1), "other": PerRank(2), "steps": 3}, tmp_path)
     state: State = {"own": PerRank(10), "other": PerRank(20), "steps": 0}
-    warns = pytest.warns(UserWarning, match="own, other: the checkpoint has no state for rank 4")
+    warns = pytest.warns(UserWarning, match="other, own: the checkpoint has no state for rank 4")
     with mesh_without_peers(5, 4), warns as caught:
         restore(state, tmp_path, no_dist=True)
     assert len(caught) == 1
@@ -265,10 +277,9 @@ def test_hooks_run_before_a_save_reads_the_state_until_they_are_removed() -> Non
     removed = hooks.add(lambda: state.clear())
     hooks.add(lambda: state.update(steps=state["steps"] + 1))
     removed.remove()
-    app_state = AppState(state, before_save=hooks)
-    app_state.target()
+    read_targets(state)
     assert state == {"steps": 0}
-    assert app_state.state_dict() == {"steps": 1}
+    assert hooks.read(state) == {"steps": 1}
 
 
 class _Embedding(nn.Embedding):
@@ -280,7 +291,7 @@ class _Embedding(nn.Embedding):
 
 def test_before_checkpoint_of_nested_modules_is_called() -> None:
     module = nn.Sequential(nn.Linear(2, 2), _Embedding(3, 2))
-    found = AppState({"model": module}).state_dict()
+    found = States({"model": module}).saved()
     assert_equal(found["model"]["1.weight"], torch.full((3, 2), 7.0))
 
 
@@ -290,4 +301,4 @@ def test_a_hook_that_fails_names_the_value() -> None:
             raise OSError("no space")
 
     with pytest.raises(CheckpointError, match=r"^cache: before_checkpoint\(\) failed.*no space"):
-        AppState({"cache": Broken()}).state_dict()
+        States({"cache": Broken()}).saved()

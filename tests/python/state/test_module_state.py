@@ -18,8 +18,9 @@ import torch_ckpt
 from benchmarks.ranks import mesh_without_peers
 from tests.programs import State, restore, save
 from tests.support import assert_equal, stock_load, stock_save
+from torch_ckpt import PerRank
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.state.app_state import AppState, PerRank
+from torch_ckpt.state.states import States
 
 pytestmark = pytest.mark.filterwarnings(
     "error",
@@ -42,7 +43,7 @@ def _by_freeing(saved: State, fresh: State, path: Path) -> None:
     torch_ckpt.load(fresh, path, free_before_read=True)
 
 
-def _by_app_state(saved: State, fresh: State, path: Path) -> None:
+def _by_structure(saved: State, fresh: State, path: Path) -> None:
     save(saved, path)
     restore(fresh, path)
 
@@ -66,7 +67,7 @@ def _by_stock(saved: State, fresh: State, path: Path) -> None:
     stock_load(fresh, path)
 
 
-OURS = (_by_functions, _by_freeing, _by_app_state, _by_manager, _by_async_checkpoint)
+OURS = (_by_functions, _by_freeing, _by_structure, _by_manager, _by_async_checkpoint)
 Restoring = Callable[[State, State, Path], None]
 
 with_each_way = pytest.mark.parametrize("way", [*OURS, _by_stock])
@@ -268,4 +269,4 @@ def test_names_of_a_module_that_become_the_same_are_refused() -> None:
         CheckpointError,
         match=r"^model: .*weight and _checkpoint_wrapped_module.weight would both be .* weight",
     ):
-        AppState({"model": Twice()}).state_dict()
+        States({"model": Twice()}).saved()

@@ -1,4 +1,4 @@
-"""torch_ckpt.state.app_state: the state of optimizers."""
+"""torch_ckpt.state.states: the state of optimizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch_ckpt
 from tests.programs import OPTIMIZERS, State, kept, program, restore, save
 from tests.support import assert_equal
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.state.app_state import AppState
+from torch_ckpt.state.states import States
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -54,7 +54,7 @@ def test_saving_before_the_first_step_calls_no_hook_of_the_optimizer() -> None:
     called: list[str] = []
     state["optimizer"].register_step_post_hook(lambda *_: called.append("its own"))
     handle = register_optimizer_step_post_hook(lambda *_: called.append("all optimizers'"))
-    AppState(state).state_dict()
+    States(state).saved()
     handle.remove()
     assert called == []
 
@@ -75,12 +75,12 @@ class _Noisy(torch.optim.Optimizer):
 def test_making_a_state_draws_no_random_numbers() -> None:
     state = parts(lambda layer: _Noisy(layer.parameters()))
     before = torch.get_rng_state()
-    AppState(state).state_dict()
+    States(state).saved()
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_frozen_parameters_have_no_state_in_the_checkpoint() -> None:
-    found = AppState(parts(of_frozen)).state_dict()
+    found = States(parts(of_frozen)).saved()
     assert set(found["optimizer"]["state"]) == {"bias"}
 
 
@@ -153,7 +153,7 @@ def test_an_optimizer_of_several_modules_names_them_or_has_numbers(
     modules: dict[str, nn.Module], names: list[str]
 ) -> None:
     parameters = [p for module in modules.values() for p in module.parameters()]
-    found = AppState({**modules, "optimizer": torch.optim.Adam(parameters)}).state_dict()
+    found = States({**modules, "optimizer": torch.optim.Adam(parameters)}).saved()
     assert list(found["optimizer"]["state"]) == names
 
 
@@ -256,8 +256,8 @@ def test_states_without_their_groups_can_be_loaded(tmp_path: Path) -> None:
 def test_a_state_that_the_rank_of_the_options_did_not_have_is_loaded(tmp_path: Path) -> None:
     # As with experts, whose parameters have no gradient on some ranks.
     saved, fresh = parts(adamw, 2), parts()
-    stored = AppState(saved).state_dict()
-    of_rank_0 = AppState(fresh).state_dict()
+    stored = States(saved).saved()
+    of_rank_0 = States(fresh).saved()
     stored["optimizer"]["without_state"] = of_rank_0["optimizer"]["without_state"]
     torch_ckpt.save(stored, tmp_path)
     restore(fresh, tmp_path)

@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import torch_ckpt
-from tests.programs import State, restore, save
+from tests.programs import State, read_targets, restore, save
 from tests.support import assert_equal, pairwise
-from torch_ckpt.state.app_state import AppState, PerRank
+from torch_ckpt import PerRank
+from torch_ckpt.state.states import States
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:torch.distributed is disabled")
 
@@ -239,7 +240,7 @@ def test_a_save_changes_no_attribute_and_training_resumed_from_it_equals_an_unin
     interrupted = program(name, wrap, unused=unused)
     train(interrupted, before)
     expected = picture(interrupted["model"], interrupted["optimizer"], identity=True)
-    AppState(interrupted).target()
+    read_targets(interrupted)
     save(interrupted, tmp_path)
     assert picture(interrupted["model"], interrupted["optimizer"], identity=True) == expected
     resumed = program(name, wrap, unused=unused, seed=1)
@@ -312,7 +313,7 @@ def test_attributes_beside_the_groups_are_not_stepped(make: Make) -> None:
     optimizer = make(layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()
     expected = picture(layer, optimizer, identity=True)
-    AppState({"model": layer, "optimizer": optimizer}).state_dict()
+    States({"model": layer, "optimizer": optimizer}).saved()
     assert picture(layer, optimizer, identity=True) == expected
 
 
@@ -344,9 +345,7 @@ def test_an_overlapped_save_blocks_the_next_step_of_a_wrapped_optimizer(
     state = program("AdamW", wrap)
     train(state, 1)
     expected = {name: value.clone() for name, value in state["model"].state_dict().items()}
-    handle = torch_ckpt.async_save(
-        AppState({"model": state["model"]}).state_dict, tmp_path, staging="overlapped"
-    )
+    handle = torch_ckpt.async_save({"model": state["model"]}, tmp_path, staging="overlapped")
     handle.guard(optimizer_of(state))
     train(state, 1)
     handle.result()

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.fault_hooks import at_fault_points, before, failing
 from tests.local_steps import ATTEMPT, failure, listed, names, saved, state, unfinished, value_of
-from tests.support import assert_equal, stock_load
+from tests.support import assert_equal, cause_of, save_step, stock_load
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.marker import read_marker
@@ -307,7 +308,10 @@ def test_a_replacing_save_locks_the_root_while_it_renames(store: LocalSteps) -> 
 
 
 def test_a_save_without_enough_space_is_refused_before_it_writes(store: LocalSteps) -> None:
-    error = failure(store, 3, expected_bytes=1 << 62)
+    too_large = torch.zeros(1).expand(1 << 60)
+    with pytest.raises(CheckpointException) as caught:
+        save_step(store, 3, {"t": too_large}, DEFAULT_OPTIONS)
+    error = cause_of(caught.value)
     assert isinstance(error, OSError)
     assert error.errno == ENOSPC
     assert error.filename == store.root
@@ -317,16 +321,16 @@ def test_a_save_without_enough_space_is_refused_before_it_writes(store: LocalSte
 
 def test_make_room_is_called_only_before_a_save_is_refused(small_disk: Path) -> None:
     store = LocalSteps(small_disk / "run")
-    saved(store, 1, expected_bytes=1, make_room=fail(AssertionError("there is room")))
+    saved(store, 1, make_room=fail(AssertionError("there is room")))
     other = small_disk / "other"
     other.write_bytes(bytes(7 << 20))
-    saved(store, 3, expected_bytes=4 << 20, make_room=other.unlink)
+    save_step(store, 3, {"t": torch.ones(1 << 20)}, DEFAULT_OPTIONS, make_room=other.unlink)
     assert listed(store) == [(1, "complete"), (3, "complete")]
 
 
 def test_a_file_system_of_unknown_free_space_is_tried(ram_disk: Path) -> None:
     store = LocalSteps(ram_disk / "run")
-    saved(store, 3, expected_bytes=100)
+    saved(store, 3)
     assert listed(store) == [(3, "complete")]
 
 
