@@ -93,13 +93,13 @@ void CheckpointVerification::add_record(const CheckpointIndex& index, std::strin
     file.number = opened_.size();
     opened_.push_back(file_name);
   }
-  NamedRecord& record = records_.emplace_back();
+  planning::StoredRecord& record = records_.emplace_back();
   record.file = *file.number;
   record.offset = shard.offset;
   record.length = shard.length;
   // The dtype and shape of transformed data cannot be checked.
-  record.tensor = entry != nullptr && !shard.is_transformed;
-  if (record.tensor) {
+  record.is_tensor = entry != nullptr && !shard.is_transformed;
+  if (record.is_tensor) {
     record.dtype = format::find_dtype(index.dtypes()[entry->dtype]);
     for (const std::int64_t size : index.extents(shard.sizes)) {
       record.sizes.push_back(static_cast<std::uint64_t>(size));

@@ -85,7 +85,7 @@ class CheckpointVerification {
   std::map<std::string, std::string> tables_;  // encoded checksum tables, by file name
   bool is_bare_ = false;                       // records are bare; see ReadKind::bare
   std::vector<std::string> opened_;
-  std::vector<NamedRecord> records_;
+  std::vector<planning::StoredRecord> records_;
   std::vector<std::string> names_;  // of records_
   std::uint64_t bytes_ = 0;
   std::vector<CheckpointFault> faults_;

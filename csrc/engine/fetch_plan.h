@@ -2,16 +2,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/read_pipeline.h"
 #include "engine/record_delivery.h"
 #include "error.h"
-#include "format/dtype.h"
 #include "os/directory.h"
 #include "planning/region.h"
+#include "planning/stored_record.h"
 
 namespace torch_ckpt::engine {
 
@@ -21,26 +21,21 @@ struct FileRange {
   planning::ByteRange bytes;
 };
 
-/// Returns a request for a region of a tensor's record; the entire tensor if `lengths` is empty. It
-/// has no target. No dtype, or a region outside the tensor gives a request for the entire
-/// record.
-ReadRequest fetch_request(std::size_t file, std::uint64_t offset, std::uint64_t length,
-                          const format::Dtype* dtype, std::vector<std::uint64_t> sizes,
-                          std::span<const std::uint64_t> offsets,
-                          std::span<const std::uint64_t> lengths);
-
 // Plans which bytes of remote data files a load reads, so that they can be fetched into sparse
 // local copies before the load reads these. Uses the plan of the load itself (RecordDelivery).
 //
 //   1. Fetch ends(): the ends of a record describe the layout of its elements.
-//   2. For each of waves(): fetch its ranges, and load its requests from the copies.
+//   2. For each of waves(): fetch its ranges, and do its reads from the copies.
 //
 // A record that is read in part is fetched in part only if it contains a row-major tensor. All
 // other records are fetched in full.
 class FetchPlan {
  public:
-  /// verify: also fetch the bytes that are needed to verify the requested ones.
-  FetchPlan(std::vector<LoadFile> files, std::vector<ReadRequest> requests, bool verify);
+  /// regions: the region of each record that contains a tensor of a known dtype. Without a value,
+  /// or if `regions` is empty, the entire record is read. verify: also fetch the bytes that are
+  /// needed to verify the requested ones.
+  FetchPlan(std::vector<LoadFile> files, std::vector<planning::StoredRecord> records,
+            const std::vector<std::optional<planning::Region>>& regions, bool verify);
   ~FetchPlan();
 
   const std::string& file_name(std::size_t file) const { return files_[file].name; }
@@ -49,10 +44,10 @@ class FetchPlan {
   std::vector<FileRange> ends() const;
 
   struct Wave {
-    std::vector<std::size_t> requests;
-    std::vector<FileRange> ranges;  // ascending by file and offset; small gaps are included
+    std::vector<std::size_t> reads;  // numbers of records
+    std::vector<FileRange> ranges;   // ascending by file and offset; small gaps are included
   };
-  /// Groups the requests into waves of at most `max_bytes` bytes. A larger record gets a wave of
+  /// Groups the reads into waves of at most `max_bytes` bytes. A larger record gets a wave of
   /// its own. `copies` contains the copies, with the fetched ends.
   std::vector<Wave> waves(const os::Directory& copies, std::uint64_t max_bytes) const;
 
@@ -62,11 +57,10 @@ class FetchPlan {
     std::uint64_t end_bytes = 0;  // to fetch at each end; 0: fetch the entire record
   };
 
-  class Copy;
+  std::vector<planning::ByteRange> ranges_of(std::size_t record, const os::Directory& copies) const;
 
-  std::vector<planning::ByteRange> ranges_of(std::size_t record, Copy& copy) const;
-
-  std::vector<LoadFile> files_;
+  const std::vector<LoadFile> files_;
+  const std::vector<planning::StoredRecord> stored_;
   RecordDelivery delivery_;
   std::vector<Record> records_;
 };

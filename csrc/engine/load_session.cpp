@@ -1,33 +1,99 @@
 #include "engine/load_session.h"
 
+#include <map>
+#include <string>
 #include <utility>
 
+#include "checked_math.h"
+#include "os/file.h"
+
 namespace torch_ckpt::engine {
+namespace {
+
+Error about(const std::string& name, Error error) {
+  error.subject = name;
+  return error;
+}
+
+}  // namespace
+
+// --- the memory limit ----------------------------------------------------------------------------
+
+Result<> LoadOptions::check() const {
+  if (max_scratch_bytes >= kMinScratchBytes) return {};
+  return format_error(Errc::invalid_argument, "max_inflight_bytes must be at least " +
+                                                  std::to_string(kMinScratchBytes) + ", got " +
+                                                  std::to_string(max_scratch_bytes));
+}
+
+Result<> LoadOptions::check_target_bytes(const std::string& name, std::uint64_t bytes) const {
+  const std::uint64_t available = max_scratch_bytes - kMinScratchBytes;
+  if (bytes <= available) return {};
+  return about(name, format_error(Errc::invalid_argument,
+                                  "reading it needs " + std::to_string(bytes) +
+                                      " bytes of memory at once, but max_inflight_bytes=" +
+                                      std::to_string(max_scratch_bytes) + " leaves only " +
+                                      std::to_string(available) + ". Raise max_inflight_bytes."));
+}
+
+Result<> check_records_fit(const os::Directory& directory, const std::vector<LoadFile>& files,
+                           std::span<const planning::StoredRecord> records,
+                           const LoadOptions& options) {
+  std::map<std::size_t, std::pair<std::string, std::uint64_t>> opened;  // path and length
+  std::uint64_t total = 0;
+  for (const planning::StoredRecord& record : records) {
+    const auto [entry, is_new] = opened.try_emplace(record.file);
+    auto& [path, bytes] = entry->second;
+    if (is_new) {
+      const auto file = directory.open_for_read(files[record.file].name);
+      if (!file) return about(record.name, file.error());
+      const auto size = file->size();
+      if (!size) return about(record.name, size.error());
+      path = file->path();
+      bytes = *size;
+    }
+    if (!inside(record.offset, record.length, bytes)) {
+      Error error = past_end_error(record, bytes);
+      error.offset = record.offset;
+      error.path = path;
+      return about(record.name, std::move(error));
+    }
+    if (auto enough = options.check_target_bytes(record.name, record.length); !enough) {
+      return enough;
+    }
+    total += record.length;
+    if (auto enough = options.check_target_bytes(record.name, total); !enough) return enough;
+  }
+  return {};
+}
+
+// --- LoadSession ---------------------------------------------------------------------------------
 
 Result<std::shared_ptr<LoadSession>> LoadSession::start(Context& context, os::Directory directory,
                                                         std::vector<LoadFile> files,
-                                                        std::vector<ReadRequest> requests,
+                                                        std::vector<RegionRead> reads,
                                                         const LoadOptions& given) {
   LoadOptions options = given;
+  options.max_scratch_bytes -= options.target_bytes;
   std::vector<const planning::Region*> regions;
   std::vector<const Target*> targets;
-  regions.reserve(requests.size());
-  targets.reserve(requests.size());
-  for (const ReadRequest& request : requests) {
-    regions.push_back(&request.region);
-    targets.push_back(&request.target);
+  regions.reserve(reads.size());
+  targets.reserve(reads.size());
+  for (const RegionRead& read : reads) {
+    regions.push_back(&read.region);
+    targets.push_back(&read.target);
   }
   auto scratch = choose_scratch(options, regions, targets, "a load");
   if (!scratch) return scratch.error();
-  std::shared_ptr<LoadSession> session(new LoadSession(context, std::move(directory), files,
-                                                       std::move(requests), options, *scratch));
+  std::shared_ptr<LoadSession> session(
+      new LoadSession(context, std::move(directory), files, std::move(reads), options, *scratch));
   if (auto planned = session->plan(files); !planned) return planned.error();
   if (auto started = session->pipeline_.start(session, "load"); !started) return started.error();
   return session;
 }
 
 Result<> LoadSession::plan(const std::vector<LoadFile>& files) {
-  for (const ReadRequest& request : requests()) bytes_planned_ += request.region.bytes();
+  for (const RegionRead& read : delivery_.reads()) bytes_planned_ += read.region.bytes();
   if (options_.verify) {
     std::vector<std::optional<format::ChecksumTable>> tables(files.size());
     for (std::size_t file = 0; file < files.size(); ++file) {
@@ -51,22 +117,14 @@ bool LoadSession::wait_for(std::chrono::milliseconds timeout) {
 
 void LoadSession::cancel() {
   if (pipeline_.inherited()) return;
-  pipeline_.fail({format_error(Errc::cancelled, "the load was cancelled")});
+  pipeline_.fail(format_error(Errc::cancelled, "the load was cancelled"));
 }
 
-std::optional<LoadFailure> LoadSession::failure() const {
-  if (pipeline_.inherited()) {
-    return LoadFailure{format_error(
-        Errc::cancelled,
-        "the load belongs to the process that forked this one; wait for it in that process")};
-  }
-  auto failure = pipeline_.failure();
-  if (!failure) return std::nullopt;
-  LoadFailure load_failure{std::move(failure->error)};
-  if (failure->record != ReadPipeline::kNoRecord) {
-    load_failure.request = delivery_.requests_of(failure->record).front();
-  }
-  return load_failure;
+std::optional<Error> LoadSession::failure() const {
+  if (!pipeline_.inherited()) return pipeline_.failure();
+  return format_error(
+      Errc::cancelled,
+      "the load belongs to the process that forked this one; wait for it in that process");
 }
 
 }  // namespace torch_ckpt::engine

@@ -4,29 +4,42 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "engine/read_pipeline.h"
 #include "engine/record_delivery.h"
+#include "engine/region_read.h"
 #include "error.h"
 #include "os/directory.h"
+#include "planning/stored_record.h"
 
 namespace torch_ckpt::engine {
 
 struct LoadOptions : ReadOptions {
   bool verify = true;
   std::vector<staging::ReadyEvent> ready;  // wait for these before writing to targets on devices
+  std::uint64_t target_bytes = 0;          // part of max_scratch_bytes that the targets use
+
+  /// The minimum scratch memory of a load.
+  static constexpr std::uint64_t kMinScratchBytes = std::uint64_t{64} << 10;
+
+  /// Fails with Errc::invalid_argument if max_scratch_bytes is below the minimum.
+  Result<> check() const;
+  /// Fails with Errc::invalid_argument if targets with a total size of `bytes` leave less than the
+  /// minimum. `name` names the value that needs them.
+  Result<> check_target_bytes(const std::string& name, std::uint64_t bytes) const;
 };
 
-struct LoadFailure {
-  static constexpr std::size_t kNoRequest = ~std::size_t{0};
+/// Checks that records that are read together, entirely, fit into the limit, and that they lie
+/// inside their files. Call this before allocating memory for the records: damaged metadata may
+/// contain any length.
+Result<> check_records_fit(const os::Directory& directory, const std::vector<LoadFile>& files,
+                           std::span<const planning::StoredRecord> records,
+                           const LoadOptions& options);
 
-  Error error;
-  std::size_t request = kNoRequest;  // the request that failed, if the error concerns one
-};
-
-// Reads the requested regions of record payloads into their targets.
+// Reads regions of record payloads into their targets.
 //
 //   1. start() checks that the scratch memory suffices, decodes the files' checksum tables and
 //      plans the reads.
@@ -35,15 +48,15 @@ struct LoadFailure {
 //      them to the targets.
 //   4. The first error, or cancel(), ends the load: tasks stop after their current step.
 //   5. wait_for() returns true once all tasks have ended. After that, failure() returns the error,
-//      if any, and outcomes() returns the result of each request.
+//      if any, and outcomes() returns the result of each read.
 //
-// start() and wait_for() must be called from the same thread. Targets must stay valid until
-// wait_for() has returned true; after a failure their contents are unspecified.
+// start() and wait_for() must be called from the same thread. Records and targets must stay valid
+// until wait_for() has returned true; after a failure the targets' contents are unspecified.
 class LoadSession {
  public:
   static Result<std::shared_ptr<LoadSession>> start(Context& context, os::Directory directory,
                                                     std::vector<LoadFile> files,
-                                                    std::vector<ReadRequest> requests,
+                                                    std::vector<RegionRead> reads,
                                                     const LoadOptions& options);
 
   /// Waits until every task has sent its result; returns false if `timeout` expires first. In a
@@ -52,11 +65,9 @@ class LoadSession {
   bool wait_for(std::chrono::milliseconds timeout);
   void cancel();
 
-  /// Valid once wait_for() has returned true.
-  std::optional<LoadFailure> failure() const;
+  /// Valid once wait_for() has returned true. If the error concerns a record, it names its value.
+  std::optional<Error> failure() const;
   const std::vector<ReadOutcome>& outcomes() const { return delivery_.outcomes(); }
-  const std::vector<ReadRequest>& requests() const { return delivery_.requests(); }
-  std::string path(const ReadRequest& request) const { return pipeline_.path(request.file); }
 
   /// Payload bytes that were requested, and those that have reached their targets so far. Bytes are
   /// counted before any conversion.
@@ -65,10 +76,10 @@ class LoadSession {
 
  private:
   LoadSession(Context& context, os::Directory directory, const std::vector<LoadFile>& files,
-              std::vector<ReadRequest> requests, const LoadOptions& options,
+              std::vector<RegionRead> reads, const LoadOptions& options,
               const ScratchLayout& scratch_layout)
       : options_(options),
-        delivery_(std::move(requests), options.verify),
+        delivery_(std::move(reads), options.verify),
         pipeline_(context, std::move(directory), files, options_, scratch_layout, options_.ready,
                   delivery_, false) {
     delivery_.set_pipeline(pipeline_);

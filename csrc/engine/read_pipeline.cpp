@@ -39,6 +39,13 @@ Result<std::optional<format::ChecksumTable>> checksum_table_of(const LoadFile& f
   return error;
 }
 
+Error past_end_error(const planning::StoredRecord& record, std::uint64_t bytes) {
+  return format_error(Errc::range_past_end,
+                      "the metadata lists a record of " + std::to_string(record.length) +
+                          " bytes at this offset, but the file ends at byte " +
+                          std::to_string(bytes));
+}
+
 Result<ScratchLayout> choose_scratch(ReadOptions& options,
                                      std::span<const planning::Region* const> regions,
                                      std::span<const Target* const> targets,
@@ -83,7 +90,7 @@ void ReadPipeline::plan(std::vector<planning::WantedRecord> wanted, std::uint64_
   limits.piece_bytes = std::max(planning::piece_bytes_for(bytes, threads_), limits.cut_bytes);
   units_ = planning::plan_reads(records_, limits);
   for (const planning::ReadUnit& unit : units_) {
-    files_.expect_unit(unit.file);
+    files_.expect_unit(file_of(unit));
     if (unit.is_batch || unit.piece != 0) continue;
     auto large = std::make_unique<LargeRecord>();
     const std::size_t record = unit.records.front();
@@ -131,12 +138,12 @@ void ReadPipeline::run_task(std::shared_ptr<const void> threads,
 }
 
 void ReadPipeline::end_task(Result<> status) noexcept {
-  if (!status) fail({std::move(status).error()});
+  if (!status) fail(std::move(status).error());
   results_->send({});
 }
 
 void ReadPipeline::run_unit(const planning::ReadUnit& unit, Scratch& scratch) {
-  auto file = files_.acquire(unit.file);
+  auto file = files_.acquire(file_of(unit));
   Result<> done;
   if (file) {
     done = unit.is_batch ? run_batch(unit, **file, scratch) : run_piece(unit, **file, scratch);
@@ -144,9 +151,9 @@ void ReadPipeline::run_unit(const planning::ReadUnit& unit, Scratch& scratch) {
   } else {
     done = file.error();
   }
-  files_.release(unit.file);
+  files_.release(file_of(unit));
   for (const std::size_t record : unit.records) {
-    if (unit.is_batch) bytes_read_ += records_[record].length;
+    if (unit.is_batch) bytes_read_ += records_[record].record->length;
     // If several pieces of a record fail, report only the first.
     const bool is_reported = !unit.is_batch && !done && large_[record]->has_unread.exchange(true);
     if (!done && !is_reported) sink_.fail(record, done.error());
@@ -155,13 +162,9 @@ void ReadPipeline::run_unit(const planning::ReadUnit& unit, Scratch& scratch) {
 }
 
 bool ReadPipeline::lies_in_file(std::size_t record, const DataFile& file) {
-  const planning::WantedRecord& wanted = records_[record];
+  const planning::StoredRecord& wanted = *records_[record].record;
   if (inside(wanted.offset, wanted.length, file.bytes())) return true;
-  sink_.fail(record,
-             format_error(Errc::range_past_end,
-                          "the metadata lists a record of " + std::to_string(wanted.length) +
-                              " bytes at this offset, but the file ends at byte " +
-                              std::to_string(file.bytes())));
+  sink_.fail(record, past_end_error(wanted, file.bytes()));
   return false;
 }
 
@@ -181,7 +184,7 @@ Result<> ReadPipeline::run_batch(const planning::ReadUnit& unit, const DataFile&
     if (!all && !continue_after_errors_) return all.error();
   }
   for (const std::size_t record : unit.records) {
-    const planning::WantedRecord& wanted = records_[record];
+    const planning::StoredRecord& wanted = *records_[record].record;
     if (!inside(wanted.offset, wanted.length, file.bytes())) continue;
     // A record that cannot be read, or lies beyond the end of the file, must not fail the other
     // records of the batch. Read them one by one.
@@ -219,7 +222,8 @@ Result<> ReadPipeline::run_piece(const planning::ReadUnit& unit, const DataFile&
   const Payload& payload = large.payload;
   std::call_once(large.opened, [&] {
     if (!lies_in_file(record, file)) return;
-    RecordInFile archive(file, records_[record].offset, records_[record].length);
+    const planning::StoredRecord& wanted = *records_[record].record;
+    RecordInFile archive(file, wanted.offset, wanted.length);
     auto opened = sink_.open(record, archive);
     if (!opened) return sink_.fail(record, opened.error());
     large.payload = *opened;
@@ -259,7 +263,7 @@ Result<std::uint64_t> ReadPipeline::read_step(std::size_t record, ByteRange rang
                                               const DataFile& file, Scratch& scratch,
                                               PayloadCheck& check) {
   const Payload& payload = large_[record]->payload;
-  const std::uint64_t begin_in_file = records_[record].offset + payload.offset;
+  const std::uint64_t begin_in_file = records_[record].record->offset + payload.offset;
   std::uint64_t at = range.begin;
   const std::uint64_t end = at + std::min<std::uint64_t>(range.bytes(), scratch.step_bytes());
   bool direct = file.prefers_direct_read(begin_in_file + at, end - at);

@@ -44,6 +44,9 @@ struct LoadFile {
 /// `file`, which must outlive it.
 Result<std::optional<format::ChecksumTable>> checksum_table_of(const LoadFile& file);
 
+/// Returns the error for a record that lies beyond the end of its file, which has `bytes` bytes.
+Error past_end_error(const planning::StoredRecord& record, std::uint64_t bytes);
+
 /// The location of a payload in its record, and the checksums to compare it with.
 struct Payload {
   bool is_read = false;      // false: the sink does not need the payload
@@ -104,12 +107,6 @@ class ReadSink {
 // called from any thread.
 class ReadPipeline {
  public:
-  static constexpr std::size_t kNoRecord = ~std::size_t{0};
-  struct Failure {
-    Error error;
-    std::size_t record = kNoRecord;  // the record that failed, if the error concerns one
-  };
-
   /// `context`, `ready` and `sink` must outlive the pipeline. With `continue_after_errors`, read
   /// errors are only reported to the sink, and all other bytes are still read.
   ReadPipeline(Context& context, os::Directory directory, const std::vector<LoadFile>& files,
@@ -131,8 +128,8 @@ class ReadPipeline {
   bool wait_for(std::chrono::milliseconds timeout);
   bool inherited() const { return results_->inherited(); }
 
-  void fail(Failure failure) noexcept { failure_.set(std::move(failure)); }
-  std::optional<Failure> failure() const { return failure_.get(); }
+  void fail(Error error) noexcept { failure_.set(std::move(error)); }
+  std::optional<Error> failure() const { return failure_.get(); }
 
   std::string path(std::size_t file) const { return files_.path(file); }
   /// Returns the total bytes of the units that have ended.
@@ -152,6 +149,9 @@ class ReadPipeline {
     std::atomic<std::size_t> pieces_left{0};
   };
 
+  std::size_t file_of(const planning::ReadUnit& unit) const {
+    return records_[unit.records.front()].record->file;
+  }
   void run_task(std::shared_ptr<const void> threads, std::string_view operation) noexcept;
   void end_task(Result<> status) noexcept;
   void run_unit(const planning::ReadUnit& unit, Scratch& scratch);
@@ -178,7 +178,7 @@ class ReadPipeline {
   std::optional<ResultsChannel<>> results_;  // one message from each task
   std::atomic<std::uint64_t> bytes_read_{0};
   std::atomic<std::size_t> next_unit_{0};
-  FirstFailure<Failure> failure_;
+  FirstFailure<> failure_;
 };
 
 /// Lays out a pipeline's scratch memory for these targets. Reduces options.threads to the number

@@ -11,64 +11,58 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Compares an archive's tensor with the request. Returns `done` if its payload can be delivered.
-Result<ReadStatus> check_header(const ReadRequest& request, const format::RecordIndex& index) {
+// Compares an archive's tensor with the metadata. Returns `done` if its payload can be delivered.
+Result<ReadStatus> check_header(const RegionRead& read, const format::RecordIndex& index) {
   // If a planner's transform_object casts a tensor, the stored dtype differs from the metadata.
   // Stock torch converts such a tensor when loading it.
-  if (index.header.dtype != request.dtype) return ReadStatus::unknown_record;
-  if (index.header.sizes != request.sizes) {
-    return tensor_mismatch(shape_text(index.header.sizes), shape_text(request.sizes));
+  if (index.header.dtype != read.record->dtype) return ReadStatus::unknown_record;
+  if (index.header.sizes != read.record->sizes) {
+    return tensor_mismatch(shape_text(index.header.sizes), shape_text(read.record->sizes));
   }
-  if (request.kind == ReadKind::tensor) {
-    const bool as_asked = request.layout == nullptr ? index.header.is_plain_row_major()
-                                                    : index.header == *request.layout;
+  if (read.kind == ReadKind::tensor) {
+    const bool as_asked =
+        read.layout == nullptr ? index.header.is_plain_row_major() : index.header == *read.layout;
     if (!as_asked) return ReadStatus::other_layout;
   }
-  if (request.region.covering().end > index.payload_bytes) {
+  if (read.region.covering().end > index.payload_bytes) {
     return format_error(Errc::tensor_mismatch,
                         "the record has a payload of " + std::to_string(index.payload_bytes) +
                             " bytes, but the requested region ends at byte " +
-                            std::to_string(request.region.covering().end));
+                            std::to_string(read.region.covering().end));
   }
   return ReadStatus::done;
 }
 
-bool have_same_record(const ReadRequest& a, const ReadRequest& b) {
-  return a.kind == b.kind && a.file == b.file && a.offset == b.offset && a.length == b.length &&
-         a.dtype == b.dtype && a.sizes == b.sizes && a.layout == b.layout;
+bool have_same_record(const RegionRead& a, const RegionRead& b) {
+  const planning::StoredRecord& left = *a.record;
+  const planning::StoredRecord& right = *b.record;
+  return a.kind == b.kind && left.file == right.file && left.offset == right.offset &&
+         left.length == right.length && left.dtype == right.dtype && left.sizes == right.sizes &&
+         a.layout == b.layout;
 }
 
 // True if the region is copied to the target in the pass that checksums it.
-bool reads_in_place(const ReadRequest& request) {
-  return request.target.device == staging::Source::kHost && !request.target.convert &&
-         request.region.is_one_run();
+bool reads_in_place(const RegionRead& read) {
+  return read.target.device == staging::Source::kHost && !read.target.convert &&
+         read.region.is_one_run();
 }
 
 }  // namespace
 
-std::uint64_t payload_bytes_of(const ReadRequest& request) {
-  if (is_all_payload(request.kind)) return request.length;
-  if (request.kind == ReadKind::storage) return request.region.covering().end;
-  if (request.layout != nullptr) return request.layout->storage_bytes;
-  std::uint64_t bytes = request.dtype->item_bytes;
-  for (const std::uint64_t size : request.sizes) bytes *= size;
-  return bytes;
-}
-
-RecordDelivery::RecordDelivery(std::vector<ReadRequest> requests, bool verify)
-    : requests_(std::move(requests)), verify_(verify), outcomes_(requests_.size()) {
-  std::vector<std::size_t> order(requests_.size());
+RecordDelivery::RecordDelivery(std::vector<RegionRead> reads, bool verify)
+    : reads_(std::move(reads)), verify_(verify), outcomes_(reads_.size()) {
+  std::vector<std::size_t> order(reads_.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-    return std::tie(requests_[a].file, requests_[a].offset, requests_[a].kind) <
-           std::tie(requests_[b].file, requests_[b].offset, requests_[b].kind);
+    return std::tie(reads_[a].record->file, reads_[a].record->offset, reads_[a].kind) <
+           std::tie(reads_[b].record->file, reads_[b].record->offset, reads_[b].kind);
   });
-  records_.reserve(requests_.size());
+  records_.reserve(reads_.size());
   for (const std::size_t index : order) {
-    if (records_.empty() || !have_same_record(first(records_.back()), requests_[index])) {
+    if (records_.empty() || !have_same_record(first(records_.back()), reads_[index])) {
       records_.emplace_back();
     }
-    records_.back().requests.push_back(index);
+    records_.back().reads.push_back(index);
   }
 }
 
@@ -77,8 +71,9 @@ void RecordDelivery::set_checksums(
   for (Record& record : records_) {
     // An empty record has the same offset as the next record, and would get that record's
     // checksums.
-    if (const auto& table = tables[first(record).file]; table && first(record).length > 0) {
-      record.sums = table->find(first(record).offset);
+    const planning::StoredRecord& stored = *first(record).record;
+    if (const auto& table = tables[stored.file]; table && stored.length > 0) {
+      record.sums = table->find(stored.offset);
     }
   }
 }
@@ -87,17 +82,16 @@ std::vector<planning::WantedRecord> RecordDelivery::wanted() const {
   std::vector<planning::WantedRecord> wanted;
   wanted.reserve(records_.size());
   for (const Record& record : records_) {
-    const ReadRequest& any = first(record);
     const format::RecordSums* sums = blocks(record);
     planning::WantedPayload payload;
     payload.block_bytes = sums != nullptr ? sums->block_bytes : 0;
-    for (const std::size_t index : record.requests) {
-      const ReadRequest& request = requests_[index];
-      payload.bytes = std::max(payload.bytes, payload_bytes_of(request));
-      payload.is_whole |= request.reads_entire_payload;
-      payload.regions.push_back(&request.region);
+    for (const std::size_t index : record.reads) {
+      const RegionRead& read = reads_[index];
+      payload.bytes = std::max(payload.bytes, read.payload_bytes());
+      payload.is_whole |= read.reads_entire_payload;
+      payload.regions.push_back(&read.region);
     }
-    wanted.push_back({any.file, any.offset, any.length, planning::ranges_of(payload)});
+    wanted.push_back({first(record).record, planning::ranges_of(payload)});
   }
   return wanted;
 }
@@ -111,14 +105,14 @@ std::uint64_t RecordDelivery::block_bytes() const {
 }
 
 void RecordDelivery::set_status(const Record& record, ReadStatus status) {
-  for (const std::size_t index : record.requests) outcomes_[index].status = status;
+  for (const std::size_t index : record.reads) outcomes_[index].status = status;
 }
 
 Result<ReadStatus> RecordDelivery::check_headers(const Record& record,
                                                  const format::RecordIndex& archive) {
   ReadStatus status = ReadStatus::done;
-  for (const std::size_t index : record.requests) {
-    auto checked = check_header(requests_[index], archive);
+  for (const std::size_t index : record.reads) {
+    auto checked = check_header(reads_[index], archive);
     if (!checked) return checked;
     status = *checked;
     if (status == ReadStatus::other_layout) outcomes_[index].header = archive.header;
@@ -128,16 +122,16 @@ Result<ReadStatus> RecordDelivery::check_headers(const Record& record,
 
 Result<Payload> RecordDelivery::open(std::size_t number, format::RecordBytes& bytes) {
   const Record& record = records_[number];
-  const ReadRequest& request = first(record);
+  const RegionRead& read = first(record);
   Payload payload;
-  if (is_all_payload(request.kind)) {
-    payload.bytes = request.length;
-    for (const std::size_t index : record.requests) {
-      if (requests_[index].region.covering().end <= request.length) continue;
+  if (read.is_all_payload()) {
+    payload.bytes = read.record->length;
+    for (const std::size_t index : record.reads) {
+      if (reads_[index].region.covering().end <= read.record->length) continue;
       return format_error(Errc::range_past_end,
-                          "the record has " + std::to_string(request.length) +
+                          "the record has " + std::to_string(read.record->length) +
                               " bytes, but the requested range ends at byte " +
-                              std::to_string(requests_[index].region.covering().end));
+                              std::to_string(reads_[index].region.covering().end));
     }
   } else {
     // True if the checksum table shows that the engine wrote this archive.
@@ -185,10 +179,10 @@ Result<> RecordDelivery::consume(std::size_t number, const Payload& payload, std
                                  std::span<const std::byte> bytes, PayloadCheck& check,
                                  Scratch& scratch) {
   const Record& record = records_[number];
-  const ReadRequest& request = first(record);
-  const bool in_place = record.requests.size() == 1 && reads_in_place(request);
+  const RegionRead& read = first(record);
+  const bool in_place = record.reads.size() == 1 && reads_in_place(read);
   auto intact =
-      in_place ? consume_in_place(request, position, bytes, check) : check.update(position, bytes);
+      in_place ? consume_in_place(read, position, bytes, check) : check.update(position, bytes);
   if (!intact) {
     // The check's offset is relative to the payload.
     Error error = std::move(intact).error();
@@ -196,8 +190,8 @@ Result<> RecordDelivery::consume(std::size_t number, const Payload& payload, std
     return error;
   }
   if (in_place) return {};
-  for (const std::size_t index : record.requests) {
-    const ReadRequest& wanted = requests_[index];
+  for (const std::size_t index : record.reads) {
+    const RegionRead& wanted = reads_[index];
     auto delivered = scratch.deliver(wanted.region, wanted.target, position, bytes);
     if (!delivered) return delivered.error();
     bytes_done_ += *delivered;
@@ -206,9 +200,9 @@ Result<> RecordDelivery::consume(std::size_t number, const Payload& payload, std
 }
 
 // Copies and checksums the requested bytes in one pass, and only checksums the others.
-Result<> RecordDelivery::consume_in_place(const ReadRequest& request, std::uint64_t position,
+Result<> RecordDelivery::consume_in_place(const RegionRead& read, std::uint64_t position,
                                           std::span<const std::byte> bytes, PayloadCheck& check) {
-  const planning::ByteRange run = request.region.covering();
+  const planning::ByteRange run = read.region.covering();
   const std::uint64_t end = position + bytes.size();
   const std::uint64_t begin = std::clamp(run.begin, position, end);
   const std::uint64_t stop = std::clamp(run.end, begin, end);
@@ -217,7 +211,7 @@ Result<> RecordDelivery::consume_in_place(const ReadRequest& request, std::uint6
   }
   if (stop > begin) {
     auto intact = check.update(begin, bytes.subspan(begin - position, stop - begin),
-                               request.target.address + (begin - run.begin));
+                               read.target.address + (begin - run.begin));
     if (!intact) return intact;
     bytes_done_ += stop - begin;
   }
@@ -239,11 +233,11 @@ Result<> RecordDelivery::finish(std::size_t number, const Payload& payload,
 // Checks a raw record that is an archive, such as an object. Does nothing if the record was not
 // read entirely.
 Result<> RecordDelivery::check_raw(const Record& record, std::span<const std::byte> payload) const {
-  for (const std::size_t index : record.requests) {
-    const ReadRequest& request = requests_[index];
+  for (const std::size_t index : record.reads) {
+    const RegionRead& read = reads_[index];
     if (!payload.empty()) break;
-    if (!reads_in_place(request) || request.region.bytes() != request.length) continue;
-    payload = {request.target.address, request.length};
+    if (!reads_in_place(read) || read.region.bytes() != read.record->length) continue;
+    payload = {read.target.address, read.record->length};
   }
   if (payload.empty()) return {};
   RecordInMemory archive(payload);
@@ -251,18 +245,19 @@ Result<> RecordDelivery::check_raw(const Record& record, std::span<const std::by
 }
 
 void RecordDelivery::fail(std::size_t record, Error error) {
-  if (first(records_[record]).kind == ReadKind::bare && error.code == Errc::checksum_mismatch) {
+  const RegionRead& read = first(records_[record]);
+  if (read.kind == ReadKind::bare && error.code == Errc::checksum_mismatch) {
     // A program that changes the values of a safetensors file may write the same header.
     error.detail += ". If another program has changed the file, delete torch_ckpt.checksums.";
   }
   if (error.path.empty()) {
     // The decoder's offsets are relative to the record.
-    const ReadRequest& request = first(records_[record]);
     if (error.offset == Error::kNoOffset) error.offset = 0;
-    error.offset += request.offset;
-    error.path = pipeline_->path(request.file);
+    error.offset += read.record->offset;
+    error.path = pipeline_->path(read.record->file);
   }
-  pipeline_->fail({std::move(error), record});
+  error.subject = read.record->name;
+  pipeline_->fail(std::move(error));
 }
 
 }  // namespace torch_ckpt::engine

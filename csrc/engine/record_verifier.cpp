@@ -22,7 +22,7 @@ bool continues(const Finding& before, const Finding& next) {
 }  // namespace
 
 RecordVerifier::RecordVerifier(const std::vector<LoadFile>& files,
-                               std::vector<NamedRecord> records) {
+                               std::vector<planning::StoredRecord> records) {
   std::vector<std::optional<format::ChecksumTable>> tables(files.size());
   for (std::size_t file = 0; file < files.size(); ++file) {
     auto table = checksum_table_of(files[file]);
@@ -34,21 +34,21 @@ RecordVerifier::RecordVerifier(const std::vector<LoadFile>& files,
   }
   records_.reserve(records.size());
   for (std::size_t number = 0; number < records.size(); ++number) {
-    NamedRecord& named = records[number];
-    if (!checked_add(named.offset, named.length)) {
+    planning::StoredRecord& stored = records[number];
+    if (!checked_add(stored.offset, stored.length)) {
       Error error = format_error(Errc::range_past_end,
-                                 "the metadata lists a record of " + std::to_string(named.length) +
+                                 "the metadata lists a record of " + std::to_string(stored.length) +
                                      " bytes, which ends beyond the maximum file size",
-                                 named.offset);
-      findings_.push_back({named.file, number, 0, std::move(error)});
+                                 stored.offset);
+      findings_.push_back({stored.file, number, 0, std::move(error)});
       continue;
     }
-    const bool is_bare = files[named.file].is_bare;
-    Record record{number, std::move(named), std::nullopt, is_bare};
+    const bool is_bare = files[stored.file].is_bare;
+    Record record{number, std::move(stored), std::nullopt, is_bare};
     // An empty record has the same offset as the next record, and would get that record's
     // checksums.
-    if (const auto& table = tables[record.named.file]; table && record.named.length > 0) {
-      record.sums = table->find(record.named.offset);
+    if (const auto& table = tables[record.stored.file]; table && record.stored.length > 0) {
+      record.sums = table->find(record.stored.offset);
     }
     records_.push_back(std::move(record));
   }
@@ -57,10 +57,10 @@ RecordVerifier::RecordVerifier(const std::vector<LoadFile>& files,
 std::vector<planning::WantedRecord> RecordVerifier::wanted() const {
   std::vector<planning::WantedRecord> wanted;
   wanted.reserve(records_.size());
-  for (const auto& [number, named, sums, is_bare] : records_) {
+  for (const auto& [number, stored, sums, is_bare] : records_) {
     // Ranges are relative to the payload, whose offset is not known yet. The pipeline ignores the
     // part of a range beyond the payload's end.
-    wanted.push_back({named.file, named.offset, named.length, {{0, named.length}}});
+    wanted.push_back({&stored, {{0, stored.length}}});
   }
   return wanted;
 }
@@ -74,16 +74,16 @@ std::uint64_t RecordVerifier::block_bytes() const {
 }
 
 Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& bytes) {
-  const auto& [number, named, sums, is_bare] = records_[record];
+  const auto& [number, stored, sums, is_bare] = records_[record];
   const bool raw = is_bare || (sums && sums->raw);
   Payload payload;
-  if (!named.tensor && !sums) {
+  if (!stored.is_tensor && !sums) {
     check_entries(record, bytes, {});
     return payload;
   }
   std::uint32_t crc = 0;
   if (raw) {
-    payload.bytes = named.length;
+    payload.bytes = stored.length;
   } else {
     auto archive = format::index_record(bytes);
     if (!archive) {
@@ -104,7 +104,7 @@ Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& by
     } else {
       check_entries(record, bytes, kPayloadEntry);
     }
-    if (named.tensor) check_header(record, archive->header);
+    if (stored.is_tensor) check_header(record, archive->header);
   }
   if (const format::RecordSums* blocks = block_sums(sums, raw)) {
     const std::uint64_t count = divide_up(payload.bytes, blocks->block_bytes);
@@ -127,13 +127,13 @@ Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& by
 }
 
 void RecordVerifier::check_header(std::size_t record, const format::TensorHeader& header) {
-  const auto& [number, named, sums, is_bare] = records_[record];
-  if (header.sizes != named.sizes) {
-    add_finding(record, tensor_mismatch(shape_text(header.sizes), shape_text(named.sizes)));
+  const auto& [number, stored, sums, is_bare] = records_[record];
+  if (header.sizes != stored.sizes) {
+    add_finding(record, tensor_mismatch(shape_text(header.sizes), shape_text(stored.sizes)));
   }
-  if (!sums && named.dtype != nullptr && header.dtype != named.dtype) {
+  if (!sums && stored.dtype != nullptr && header.dtype != stored.dtype) {
     add_finding(record, tensor_mismatch("dtype " + std::string(header.dtype->name),
-                                        "dtype " + std::string(named.dtype->name)));
+                                        "dtype " + std::string(stored.dtype->name)));
   }
 }
 
@@ -188,17 +188,17 @@ Result<> RecordVerifier::finish(std::size_t record, const Payload& payload,
 }
 
 void RecordVerifier::add_finding(std::size_t record, Error error, std::uint64_t bytes) {
-  const auto& [number, named, sums, is_bare] = records_[record];
+  const auto& [number, stored, sums, is_bare] = records_[record];
   // System errors have a path and an offset in the file. Decoder errors have an offset in the
   // record.
   if (error.path.empty()) {
     const std::uint64_t in_record = error.offset == Error::kNoOffset ? 0 : error.offset;
-    error.offset = checked_add(named.offset, in_record).value_or(named.offset);
+    error.offset = checked_add(stored.offset, in_record).value_or(stored.offset);
   } else if (error.offset == Error::kNoOffset) {
-    error.offset = named.offset;
+    error.offset = stored.offset;
   }
   const os::MutexLock lock(mutex_);
-  findings_.push_back({named.file, number, bytes, std::move(error)});
+  findings_.push_back({stored.file, number, bytes, std::move(error)});
 }
 
 void RecordVerifier::add_unverifiable(std::size_t record) {

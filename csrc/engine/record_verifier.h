@@ -9,21 +9,11 @@
 #include "engine/read_pipeline.h"
 #include "error.h"
 #include "format/checksum_table.h"
-#include "format/dtype.h"
 #include "format/record_index.h"
 #include "os/mutex.h"
+#include "planning/stored_record.h"
 
 namespace torch_ckpt::engine {
-
-/// A record to verify, as the metadata describes it.
-struct NamedRecord {
-  std::size_t file = 0;
-  std::uint64_t offset = 0;  // in the file
-  std::uint64_t length = 0;
-  bool tensor = false;
-  const format::Dtype* dtype = nullptr;  // of a tensor; nullptr if unknown to the decoder
-  std::vector<std::uint64_t> sizes;      // of a tensor
-};
 
 /// A problem found by verification.
 struct Finding {
@@ -50,7 +40,7 @@ class RecordVerifier final : public ReadSink {
  public:
   /// Decodes the checksum tables. A damaged table is a finding, and so is a record that ends beyond
   /// the maximum file size.
-  RecordVerifier(const std::vector<LoadFile>& files, std::vector<NamedRecord> records);
+  RecordVerifier(const std::vector<LoadFile>& files, std::vector<planning::StoredRecord> records);
 
   /// Returns all records, in full, in the order of the pipeline's record numbers.
   std::vector<planning::WantedRecord> wanted() const;
@@ -75,7 +65,7 @@ class RecordVerifier final : public ReadSink {
  private:
   struct Record {
     std::size_t number = 0;  // in the constructor's `records`
-    NamedRecord named;
+    planning::StoredRecord stored;
     std::optional<format::RecordSums> sums;
     bool is_bare = false;
   };

@@ -2,18 +2,18 @@
 
 namespace torch_ckpt::engine {
 
-Result<std::shared_ptr<VerifySession>> VerifySession::start(Context& context,
-                                                            os::Directory directory,
-                                                            std::vector<LoadFile> files,
-                                                            std::vector<NamedRecord> records,
-                                                            const VerifyOptions& given) {
+Result<std::shared_ptr<VerifySession>> VerifySession::start(
+    Context& context, os::Directory directory, std::vector<LoadFile> files,
+    std::vector<planning::StoredRecord> records, const VerifyOptions& given) {
   VerifyOptions options = given;
   auto scratch = choose_scratch(options, {}, {}, "a verification");
   if (!scratch) return scratch.error();
   std::shared_ptr<VerifySession> session(new VerifySession(context, std::move(directory), files,
                                                            std::move(records), options, *scratch));
   auto wanted = session->verifier_.wanted();
-  for (const planning::WantedRecord& record : wanted) session->bytes_planned_ += record.length;
+  for (const planning::WantedRecord& record : wanted) {
+    session->bytes_planned_ += record.record->length;
+  }
   session->pipeline_.plan(std::move(wanted), session->bytes_planned_,
                           session->verifier_.block_bytes());
   if (auto started = session->pipeline_.start(session, "verify"); !started) return started.error();
@@ -26,7 +26,7 @@ bool VerifySession::wait_for(std::chrono::milliseconds timeout) {
 
 void VerifySession::cancel() {
   if (pipeline_.inherited()) return;
-  pipeline_.fail({format_error(Errc::cancelled, "the verification was cancelled")});
+  pipeline_.fail(format_error(Errc::cancelled, "the verification was cancelled"));
 }
 
 std::optional<Error> VerifySession::failure() const {
@@ -35,8 +35,7 @@ std::optional<Error> VerifySession::failure() const {
                         "the verification belongs to the process that forked this one; wait for it "
                         "in that process");
   }
-  auto failure = pipeline_.failure();
-  return failure ? std::optional(std::move(failure->error)) : std::nullopt;
+  return pipeline_.failure();
 }
 
 }  // namespace torch_ckpt::engine

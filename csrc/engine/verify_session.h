@@ -23,7 +23,7 @@ class VerifySession {
  public:
   static Result<std::shared_ptr<VerifySession>> start(Context& context, os::Directory directory,
                                                       std::vector<LoadFile> files,
-                                                      std::vector<NamedRecord> records,
+                                                      std::vector<planning::StoredRecord> records,
                                                       const VerifyOptions& options);
 
   /// Waits until every task has sent its result; returns false if `timeout` expires first.
@@ -42,7 +42,7 @@ class VerifySession {
 
  private:
   VerifySession(Context& context, os::Directory directory, const std::vector<LoadFile>& files,
-                std::vector<NamedRecord> records, const VerifyOptions& options,
+                std::vector<planning::StoredRecord> records, const VerifyOptions& options,
                 const ScratchLayout& scratch_layout)
       : verifier_(files, std::move(records)),
         pipeline_(context, std::move(directory), files, options, scratch_layout, no_devices_,

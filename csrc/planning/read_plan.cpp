@@ -16,15 +16,15 @@ constexpr std::uint64_t kMaxPieces = 4096;
 // Maximum per record. Beyond it, ranges are merged, so more is read than was requested.
 constexpr std::size_t kMaxRanges = std::size_t{1} << 20;
 
-bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {
-  if (record.length > std::min(limits.small_bytes, limits.batch_bytes)) return false;
-  return record.length <= limits.gap_bytes || record.wanted() >= record.length / 8 * 7;
+bool is_small(const WantedRecord& wanted, const ReadPlanLimits& limits) {
+  const std::uint64_t length = wanted.record->length;
+  if (length > std::min(limits.small_bytes, limits.batch_bytes)) return false;
+  return length <= limits.gap_bytes || wanted.wanted() >= length / 8 * 7;
 }
 
-// Returns true if `record` can be added to `batch` without a large gap and without exceeding a
-// chunk.
-bool continues(const ReadUnit& batch, const WantedRecord& record, const ReadPlanLimits& limits) {
-  if (batch.file != record.file) return false;
+// Returns true if `record` of the same file can be added to `batch` without a large gap and without
+// exceeding a chunk.
+bool continues(const ReadUnit& batch, const StoredRecord& record, const ReadPlanLimits& limits) {
   const std::uint64_t end = batch.begin + batch.length;
   if (record.offset > end && record.offset - end > limits.gap_bytes) return false;
   return record.offset - batch.begin + record.length <= limits.batch_bytes;
@@ -66,7 +66,6 @@ void add_pieces(std::vector<ReadUnit>& units, std::size_t index, const WantedRec
   std::vector<std::vector<ByteRange>> pieces = cut(record, limits);
   for (std::size_t piece = 0; piece < pieces.size(); ++piece) {
     ReadUnit unit;
-    unit.file = record.file;
     unit.records = {index};
     unit.ranges = std::move(pieces[piece]);
     unit.piece = piece;
@@ -106,25 +105,25 @@ std::vector<ReadUnit> plan_reads(std::span<const WantedRecord> records,
   std::vector<std::size_t> order(records.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-    return std::tie(records[a].file, records[a].offset) <
-           std::tie(records[b].file, records[b].offset);
+    return std::tie(records[a].record->file, records[a].record->offset) <
+           std::tie(records[b].record->file, records[b].record->offset);
   });
 
   std::vector<ReadUnit> units;
   bool open = false;  // true if units.back() is a batch to which records can be added
   for (const std::size_t index : order) {
-    const WantedRecord& record = records[index];
-    if (!is_small(record, limits)) {
-      add_pieces(units, index, record, limits);
+    const StoredRecord& record = *records[index].record;
+    if (!is_small(records[index], limits)) {
+      add_pieces(units, index, records[index], limits);
       open = false;
       continue;
     }
-    if (!open || !continues(units.back(), record, limits)) {
-      ReadUnit unit;
-      unit.file = record.file;
+    open = open && records[units.back().records.back()].record->file == record.file &&
+           continues(units.back(), record, limits);
+    if (!open) {
+      ReadUnit& unit = units.emplace_back();
       unit.is_batch = true;
       unit.begin = record.offset;
-      units.push_back(std::move(unit));
       open = true;
     }
     ReadUnit& batch = units.back();

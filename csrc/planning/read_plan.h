@@ -5,15 +5,14 @@
 #include <vector>
 
 #include "planning/region.h"
+#include "planning/stored_record.h"
 
 namespace torch_ckpt::planning {
 
 /// A stored record, and the byte ranges requested from it.
 struct WantedRecord {
-  std::size_t file = 0;
-  std::uint64_t offset = 0;       // offset of the record in the file
-  std::uint64_t length = 0;       // length of the record
-  std::vector<ByteRange> ranges;  // requested ranges of the payload, ascending and disjoint
+  const StoredRecord* record = nullptr;  // must outlive the plan
+  std::vector<ByteRange> ranges;         // requested ranges of the payload, ascending and disjoint
 
   std::uint64_t wanted() const {
     std::uint64_t sum = 0;
@@ -38,7 +37,6 @@ std::vector<ByteRange> ranges_of(const WantedPayload& payload);
 /// One unit of a load: either a batch of small neighbouring records, read at once, or one piece of
 /// the requested bytes of a large record.
 struct ReadUnit {
-  std::size_t file = 0;
   std::vector<std::size_t> records;  // indices, ascending by offset; a piece has only one
   bool is_batch = false;
   std::uint64_t begin = 0;        // batch only: offset in the file

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,56 +13,66 @@
 #include "python/gil.h"
 #include "python/list.h"
 #include "python/reads.h"
+#include "python/waiting.h"
 
 namespace py = pybind11;
 
 namespace torch_ckpt::python {
 namespace {
 
+/// Returns the records of objects, and adds the names of their files to `files`.
+std::vector<planning::StoredRecord> records_of(const std::vector<const ObjectRead*>& reads,
+                                               index::NameTable& files) {
+  std::vector<planning::StoredRecord> records;
+  for (const ObjectRead* read : reads) {
+    records.push_back({read->name, files.add(read->file).first, read->offset, read->length});
+  }
+  return records;
+}
+
 /// Returns the bytes of each object.
 py::list load_bytes(const std::vector<const ObjectRead*>& reads, const os::Directory& directory,
                     const py::object& tables, const py::object& options) {
-  index::NameTable file_names;
-  std::vector<engine::ReadRequest> requests;
-  std::vector<std::string> names;
-  std::uint64_t held = 0;
-  for (const ObjectRead* read : reads) {
-    names.push_back(read->name);
-    engine::ReadRequest& request = requests.emplace_back();
-    request.file = file_names.add(read->file).first;
-    request.offset = read->offset;
-    request.length = read->length;
-    request.region = planning::Region::of_bytes(0, request.length);
-    held += request.length;
-  }
-  const py::none no_progress;
-  engine::LimitedLoads loads =
-      loads_of(directory, files_with_tables(file_names, tables), options, no_progress, {});
-  without_gil([&] { return loads.check_records_fit(requests, names); });
+  index::NameTable names;
+  const std::vector<planning::StoredRecord> records = records_of(reads, names);
+  const std::vector<engine::LoadFile> files = files_with_tables(names, tables);
+  engine::LoadOptions load = load_options(options);
+  without_gil([&] { return engine::check_records_fit(directory, files, records, load); });
+  std::vector<engine::RegionRead> complete;
   py::list values;
-  for (engine::ReadRequest& request : requests) {
+  for (const planning::StoredRecord& record : records) {
     // Use bytes objects, which io.BytesIO shares without a copy.
     const auto value = py::reinterpret_steal<py::bytes>(
-        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(request.length)));
+        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(record.length)));
     if (!value) throw py::error_already_set();
-    request.target.address = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(value.ptr()));
+    engine::RegionRead& read = complete.emplace_back();
+    read.record = &record;
+    read.region = planning::Region::of_bytes(0, record.length);
+    read.target.address = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(value.ptr()));
+    load.target_bytes += record.length;
     values.append(value);
   }
-  without_gil([&] { return loads.run(std::move(requests), names, held, 0); });
+  const py::none no_progress;
+  without_gil([&]() -> Result<> {
+    auto own = directory.duplicate();
+    if (!own) return own.error();
+    auto session = engine::LoadSession::start(engine::Context::process(), std::move(*own), files,
+                                              std::move(complete), load);
+    if (!session) return session.error();
+    wait_for(**session, no_progress);
+    if (auto failure = (*session)->failure()) return std::move(*failure);
+    return {};
+  });
   return values;
 }
 
 /// Plans to fetch the complete records of objects.
 std::unique_ptr<engine::FetchPlan> fetch_plan(const std::vector<const ObjectRead*>& reads) {
   index::NameTable names;
-  std::vector<engine::ReadRequest> requests;
-  for (const ObjectRead* read : reads) {
-    const std::size_t file = names.add(read->file).first;
-    requests.push_back(
-        engine::fetch_request(file, read->offset, read->length, nullptr, {}, {}, {}));
-  }
+  std::vector<planning::StoredRecord> records = records_of(reads, names);
+  const std::vector<std::optional<planning::Region>> entire;
   return std::make_unique<engine::FetchPlan>(files_with_tables(names, py::dict()),
-                                             std::move(requests), false);
+                                             std::move(records), entire, false);
 }
 
 /// Returns file name, begin and end of each range.
@@ -76,7 +87,7 @@ py::list waves_of(const engine::FetchPlan& plan, const os::Directory& copies,
                   std::uint64_t max_bytes) {
   const auto waves = without_gil([&] { return plan.waves(copies, max_bytes); });
   return list_of(waves, [&](const engine::FetchPlan::Wave& wave) {
-    return py::make_tuple(wave.requests, ranges_of(plan, wave.ranges));
+    return py::make_tuple(wave.reads, ranges_of(plan, wave.ranges));
   });
 }
 
@@ -84,7 +95,7 @@ py::list waves_of(const engine::FetchPlan& plan, const os::Directory& copies,
 
 void bind_read(py::module_& module) {
   module.attr("load_chunk_bytes") = engine::LoadOptions{}.chunk_bytes;
-  module.attr("least_scratch_bytes") = engine::LimitedLoads::kMinScratchBytes;
+  module.attr("least_scratch_bytes") = engine::LoadOptions::kMinScratchBytes;
   py::class_<ObjectRead>(module, "ObjectRead")
       .def(py::init([](const py::str& name, const py::str& file, const py::object& offset,
                        const py::object& length, py::object target) {

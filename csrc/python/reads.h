@@ -8,13 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include "engine/limited_loads.h"
+#include "engine/load_session.h"
 #include "index/checkpoint_index.h"
 #include "index/name_table.h"
-#include "os/directory.h"
 #include "python/options.h"
 #include "python/text.h"
-#include "python/waiting.h"
 
 namespace torch_ckpt::python {
 
@@ -64,18 +62,12 @@ inline std::vector<engine::LoadFile> files_with_tables(const index::NameTable& n
 }
 
 /// options: a torch_ckpt.checkpoint.read_options.ReadOptions.
-inline engine::LimitedLoads loads_of(const os::Directory& directory,
-                                     std::vector<engine::LoadFile> files,
-                                     const pybind11::handle& options,
-                                     const pybind11::object& progress, const Events& ready) {
+inline engine::LoadOptions load_options(const pybind11::handle& options, const Events& ready = {}) {
   auto load = read_options<engine::LoadOptions>(options);
   load.verify = options.attr("verify").cast<bool>();
   load.ready = ready_events(ready);
-  return unwrap(engine::LimitedLoads::make(
-      engine::Context::process(), directory, std::move(files), load,
-      [&progress](engine::LoadSession& session, std::uint64_t done_before) {
-        wait_for(session, progress, done_before);
-      }));
+  unwrap(load.check());
+  return load;
 }
 
 }  // namespace torch_ckpt::python

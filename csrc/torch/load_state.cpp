@@ -127,10 +127,10 @@ void plan_box(const CheckpointIndex& index, std::string_view name,
       if (box.lengths[d] == room[d]) continue;
       filled = filled.narrow(d, box.offsets[d], box.lengths[d]);
     }
-    TensorTarget read =
-        make_target(std::string(name), reads.file_number(index.text(index.files()[shard.file])),
-                    shard.offset, shard.length, *dtype, {sizes.data(), dims}, {region.data(), dims},
-                    {box.lengths.data(), dims}, std::move(filled));
+    const std::size_t file = reads.file_number(index.text(index.files()[shard.file]));
+    TensorRead read = make_read({std::string(name), file, shard.offset, shard.length}, *dtype,
+                                {sizes.data(), dims}, {region.data(), dims},
+                                {box.lengths.data(), dims}, std::move(filled));
     read.is_transformed = shard.is_transformed;
     reads.add(std::move(read));
     boxes.push_back(std::move(box));

@@ -11,57 +11,57 @@ namespace torch_ckpt::tensors {
 
 std::uint64_t TensorReads::stored_bytes() const {
   std::uint64_t bytes = 0;
-  for (const TensorTarget& target : targets_) {
-    bytes += target.region_bytes(target.dtype.item_bytes());
+  for (const TensorRead& read : reads_) {
+    bytes += read.region_bytes(read.dtype.item_bytes());
   }
   return bytes;
 }
 
 std::uint32_t TensorReads::digest() const {
   std::uint32_t crc = 0;
-  for (const TensorTarget& target : targets_) {
-    const std::uint64_t record[] = {target.offset, target.length};
-    crc = format::crc32(crc, std::as_bytes(std::span(files_.at(target.file))));
+  for (const TensorRead& read : reads_) {
+    const std::uint64_t record[] = {read.record.offset, read.record.length};
+    crc = format::crc32(crc, std::as_bytes(std::span(files_.at(read.record.file))));
     crc = format::crc32(crc, std::as_bytes(std::span(record)));
-    crc = format::crc32(crc, std::as_bytes(std::span(target.region_offsets)));
-    crc = format::crc32(crc, std::as_bytes(std::span(target.region_lengths)));
+    crc = format::crc32(crc, std::as_bytes(std::span(read.region_offsets)));
+    crc = format::crc32(crc, std::as_bytes(std::span(read.region_lengths)));
   }
   return crc;
 }
 
 std::vector<int> TensorReads::devices() const {
   std::vector<int> found;
-  for (const TensorTarget& target : targets_) add_cuda_device(found, target.tensor);
+  for (const TensorRead& read : reads_) add_cuda_device(found, read.tensor);
   return found;
 }
 
 void TensorReads::split(std::uint64_t max_bytes,
                         const std::function<bool(std::string_view)>& can_split) {
-  std::vector<TensorTarget> parts;
-  for (TensorTarget& target : targets_) {
-    const std::int64_t lines = target.tensor.dims() == 0 ? 1 : target.tensor.sizes()[0];
-    const std::uint64_t bytes = target.tensor.nbytes();
-    if (bytes <= max_bytes || lines <= 1 || !can_split(files_.at(target.file))) {
-      parts.push_back(std::move(target));
+  std::vector<TensorRead> parts;
+  for (TensorRead& read : reads_) {
+    const std::int64_t lines = read.tensor.dims() == 0 ? 1 : read.tensor.sizes()[0];
+    const std::uint64_t bytes = read.tensor.nbytes();
+    if (bytes <= max_bytes || lines <= 1 || !can_split(files_.at(read.record.file))) {
+      parts.push_back(std::move(read));
       continue;
     }
     const auto step = static_cast<std::int64_t>(
         std::max<std::uint64_t>(1, max_bytes * static_cast<std::uint64_t>(lines) / bytes));
     for (std::int64_t begin = 0; begin < lines; begin += step) {
-      TensorTarget part = target;
+      TensorRead part = read;
       part.region_offsets[0] += static_cast<std::uint64_t>(begin);
       part.region_lengths[0] = static_cast<std::uint64_t>(std::min(step, lines - begin));
-      part.tensor = target.tensor.narrow(0, begin, std::min(step, lines - begin));
+      part.tensor = read.tensor.narrow(0, begin, std::min(step, lines - begin));
       parts.push_back(std::move(part));
     }
   }
-  targets_ = std::move(parts);
+  reads_ = std::move(parts);
 }
 
 TensorReads TensorReads::subset(const std::vector<std::size_t>& numbers) const {
   TensorReads found;
   found.files_ = files_;
-  for (const std::size_t number : numbers) found.targets_.push_back(targets_.at(number));
+  for (const std::size_t number : numbers) found.reads_.push_back(reads_.at(number));
   return found;
 }
 

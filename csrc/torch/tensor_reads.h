@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "index/name_table.h"
-#include "torch/tensor_target.h"
+#include "torch/tensor_read.h"
 
 namespace torch_ckpt::tensors {
 
-/// Tensors to read from the files of one checkpoint. A TensorTarget's file is a number in files().
+/// Tensors to read from the files of one checkpoint. A record's file is a number in files().
 class TensorReads {
  public:
   /// Returns the number of a file. Adds the file if it is new.
@@ -20,13 +20,9 @@ class TensorReads {
   const index::NameTable& files() const { return files_; }
 
   /// Reserves memory for `count` more reads. Memory that is not used costs nothing.
-  void reserve(std::size_t count) { targets_.reserve(targets_.size() + count); }
-  void add(TensorTarget target) { targets_.push_back(std::move(target)); }
-  /// Removes the targets from number `size` on.
-  void truncate(std::size_t size) {
-    targets_.erase(targets_.begin() + static_cast<std::ptrdiff_t>(size), targets_.end());
-  }
-  const std::vector<TensorTarget>& targets() const { return targets_; }
+  void reserve(std::size_t count) { reads_.reserve(reads_.size() + count); }
+  void add(TensorRead read) { reads_.push_back(std::move(read)); }
+  const std::vector<TensorRead>& reads() const { return reads_; }
 
   /// Returns the number of stored bytes that are read.
   std::uint64_t stored_bytes() const;
@@ -43,7 +39,7 @@ class TensorReads {
 
  private:
   index::NameTable files_;
-  std::vector<TensorTarget> targets_;
+  std::vector<TensorRead> reads_;
 };
 
 }  // namespace torch_ckpt::tensors

@@ -13,10 +13,13 @@
 
 #include "engine/fetch_plan.h"
 #include "os/directory.h"
+#include "planning/region.h"
+#include "planning/strides.h"
 #include "python/gil.h"
 #include "python/list.h"
 #include "python/reads.h"
 #include "python/text.h"
+#include "python/waiting.h"
 #include "torch/load_state.h"
 #include "torch/load_waves.h"
 #include "torch_python/bindings.h"
@@ -32,20 +35,21 @@ using tensors::FlatState;
 using tensors::LoadState;
 using tensors::MatchReport;
 using tensors::SizeRule;
+using tensors::TensorRead;
 using tensors::TensorReads;
-using tensors::TensorTarget;
 using Extents = std::vector<std::int64_t>;
 
-/// One read of a TensorReads.
-struct TensorRead {
+/// One of the reads, for Python.
+struct NumberedRead {
   const TensorReads* reads;
   std::size_t number;
 
-  const TensorTarget& operator*() const { return reads->targets()[number]; }
+  const TensorRead& operator*() const { return reads->reads()[number]; }
+  const TensorRead* operator->() const { return &**this; }
 };
 
-TensorRead read_of(const TensorReads& reads, std::size_t number) {
-  if (number >= reads.targets().size()) throw py::index_error("there is no read of this number");
+NumberedRead read_of(const TensorReads& reads, std::size_t number) {
+  if (number >= reads.reads().size()) throw py::index_error("there is no read of this number");
   return {&reads, number};
 }
 
@@ -54,11 +58,12 @@ void add_read(TensorReads& reads, const py::str& name, const py::str& file,
               const Extents& sizes, const Extents& offsets, const Extents& lengths,
               const tensors::Tensor& tensor, bool is_transformed) {
   const std::string text = bytes_of(name);
-  TensorTarget target = tensors::make_target(
-      text, reads.file_number(bytes_of(file)), number_of(offset, text, "offset"),
-      number_of(length, text, "length"), dtype, sizes, offsets, lengths, tensor);
-  target.is_transformed = is_transformed;
-  reads.add(std::move(target));
+  TensorRead read =
+      tensors::make_read({text, reads.file_number(bytes_of(file)),
+                          number_of(offset, text, "offset"), number_of(length, text, "length")},
+                         dtype, sizes, offsets, lengths, tensor);
+  read.is_transformed = is_transformed;
+  reads.add(std::move(read));
 }
 
 /// Increments the versions of the tensors that a load has changed, when it ends: autograd does not
@@ -70,7 +75,7 @@ class MarkedAsChanged {
   ~MarkedAsChanged() {
     try {
       const py::list changed = list_of(waves_.changed(), [this](std::size_t number) {
-        return py::handle(reads_.targets()[number].tensor.object());
+        return py::handle(reads_.reads()[number].tensor.object());
       });
       py::module_::import("torch.autograd.graph").attr("increment_version")(changed);
     } catch (py::error_already_set& error) {
@@ -85,26 +90,35 @@ class MarkedAsChanged {
   const tensors::LoadWaves& waves_;
 };
 
-/// Fills the targets. Returns the numbers of the reads that torch.load must do.
+/// Does the reads. Returns the numbers of those that torch.load must do.
 std::vector<std::size_t> load(const TensorReads& reads, const os::Directory& directory,
                               const py::object& tables, const py::object& options,
                               const py::object& progress, const Events& ready) {
-  engine::LimitedLoads loads =
-      loads_of(directory, files_with_tables(reads.files(), tables), options, progress, ready);
-  tensors::LoadWaves waves(loads, reads.targets());
+  tensors::LoadWaves waves(
+      directory, files_with_tables(reads.files(), tables), load_options(options, ready),
+      [&progress](engine::LoadSession& session, std::uint64_t done_before) {
+        wait_for(session, progress, done_before);
+      },
+      reads.reads());
   const MarkedAsChanged marked(reads, waves);
   return without_gil([&] { return waves.run(); });
 }
 
 std::unique_ptr<engine::FetchPlan> fetch_plan(const TensorReads& reads, const py::object& tables,
                                               bool verify) {
-  std::vector<engine::ReadRequest> requests;
-  for (const TensorTarget& of : reads.targets()) {
-    requests.push_back(engine::fetch_request(of.file, of.offset, of.length, of.dtype.known(),
-                                             of.sizes, of.region_offsets, of.region_lengths));
+  std::vector<planning::StoredRecord> records;
+  std::vector<std::optional<planning::Region>> regions;
+  for (const TensorRead& read : reads.reads()) {
+    records.push_back(read.record);
+    auto& region = regions.emplace_back();
+    if (read.record.dtype == nullptr) continue;
+    const std::size_t item_bytes = read.dtype.item_bytes();
+    const Extents strides = planning::row_major_strides(read.tensor.sizes());
+    region = planning::Region::of_box(read.record.sizes, {}, read.region_offsets,
+                                      read.region_lengths, strides, item_bytes, item_bytes);
   }
   return std::make_unique<engine::FetchPlan>(files_with_tables(reads.files(), tables),
-                                             std::move(requests), verify);
+                                             std::move(records), regions, verify);
 }
 
 /// Lets signal handlers run, while the GIL is held.
@@ -135,10 +149,7 @@ auto converted() {
   return [](const MatchReport& report) { return Convert(report.*Member); };
 }
 
-template <auto Member>
-auto extents_of() {
-  return [](const TensorRead& read) { return size_of(tensors::signed_of((*read).*Member)); };
-}
+py::object size_of(const tensors::Extents& extents) { return size_of(tensors::signed_of(extents)); }
 
 ObjectRead object_read(const LoadState& state, std::size_t row) {
   const CheckpointIndex::Shard& record = state.record(row);
@@ -163,27 +174,27 @@ void plan_box(const CheckpointIndex& index, const py::str& name, const Extents& 
 void bind_reads(py::module_& module) {
   module.def("plan_box", &plan_box, py::arg("index"), py::arg("name"), py::arg("offsets"),
              py::arg("sizes"), py::arg("target"), py::arg("reads"));
-  py::class_<TensorRead>(module, "TensorRead")
-      .def_property_readonly("name", [](const TensorRead& read) { return text_of((*read).name); })
+  using Read = const NumberedRead&;
+  py::class_<NumberedRead>(module, "TensorRead")
+      .def_property_readonly("name", [](Read read) { return text_of(read->record.name); })
       .def_property_readonly(
-          "file",
-          [](const TensorRead& read) { return text_of(read.reads->files().at((*read).file)); })
-      .def_property_readonly("offset", [](const TensorRead& read) { return (*read).offset; })
-      .def_property_readonly("length", [](const TensorRead& read) { return (*read).length; })
-      .def_property_readonly("dtype", [](const TensorRead& read) { return (*read).dtype; })
-      .def_property_readonly("sizes", extents_of<&TensorTarget::sizes>())
-      .def_property_readonly("region_offsets", extents_of<&TensorTarget::region_offsets>())
-      .def_property_readonly("region_lengths", extents_of<&TensorTarget::region_lengths>())
-      .def_property_readonly("tensor",
-                             [](const TensorRead& read) { return detached((*read).tensor); })
-      .def_property_readonly("is_transformed",
-                             [](const TensorRead& read) { return (*read).is_transformed; });
+          "file", [](Read read) { return text_of(read.reads->files().at(read->record.file)); })
+      .def_property_readonly("offset", [](Read read) { return read->record.offset; })
+      .def_property_readonly("length", [](Read read) { return read->record.length; })
+      .def_property_readonly("dtype", [](Read read) { return read->dtype; })
+      .def_property_readonly("sizes", [](Read read) { return size_of(read->record.sizes); })
+      .def_property_readonly("region_offsets",
+                             [](Read read) { return size_of(read->region_offsets); })
+      .def_property_readonly("region_lengths",
+                             [](Read read) { return size_of(read->region_lengths); })
+      .def_property_readonly("tensor", [](Read read) { return detached(read->tensor); })
+      .def_property_readonly("is_transformed", [](Read read) { return read->is_transformed; });
   py::class_<TensorReads>(module, "TensorReads")
       .def(py::init<>())
       .def("add", &add_read, py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
            py::arg("dtype"), py::arg("sizes"), py::arg("region_offsets"), py::arg("region_lengths"),
            py::arg("tensor"), py::arg("is_transformed") = false)
-      .def("__len__", [](const TensorReads& reads) { return reads.targets().size(); })
+      .def("__len__", [](const TensorReads& reads) { return reads.reads().size(); })
       .def("__iter__",
            [](const py::object& reads) {
              return py::reinterpret_steal<py::object>(PySeqIter_New(reads.ptr()));
@@ -201,8 +212,8 @@ void bind_reads(py::module_& module) {
       .def_property_readonly("stored_bytes", &TensorReads::stored_bytes)
       .def_property_readonly("has_transformed",
                              [](const TensorReads& reads) {
-                               return std::ranges::any_of(reads.targets(),
-                                                          &TensorTarget::is_transformed);
+                               return std::ranges::any_of(reads.reads(),
+                                                          &TensorRead::is_transformed);
                              })
       .def_property_readonly("digest", &TensorReads::digest)
       .def_property_readonly("devices",
@@ -210,9 +221,9 @@ void bind_reads(py::module_& module) {
       .def("conversions",
            [](const TensorReads& reads) {
              py::list found;
-             for (const TensorTarget& of : reads.targets()) {
+             for (const TensorRead& of : reads.reads()) {
                if (of.dtype == of.tensor.dtype()) continue;
-               found.append(py::make_tuple(text_of(of.name), of.dtype, of.tensor.dtype()));
+               found.append(py::make_tuple(text_of(of.record.name), of.dtype, of.tensor.dtype()));
              }
              return found;
            })

@@ -100,9 +100,7 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
   }
 
   static std::optional<Error> failure_of(const Result<std::shared_ptr<LoadSession>>& started) {
-    if (!started) return started.error();
-    const auto failure = (*started)->failure();
-    return failure ? std::optional(failure->error) : std::nullopt;
+    return started ? (*started)->failure() : started.error();
   }
   static std::optional<Error> failure_of(const Result<std::shared_ptr<VerifySession>>& started) {
     return started ? (*started)->failure() : started.error();
@@ -140,25 +138,26 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
 
 TEST_P(AllocationFailures, ALoadEndsAndReportsThem) {
   std::string target(2 * header_.storage_bytes, '?');
+  std::vector<planning::StoredRecord> records(2);
   sweep([&](os::Directory directory, std::size_t record_bytes) {
-    std::vector<ReadRequest> requests(2);
+    std::vector<RegionRead> reads(2);
     for (std::size_t i = 0; i < 2; ++i) {
-      requests[i].offset = i * record_bytes;
-      requests[i].length = record_bytes;
-      requests[i].dtype = header_.dtype;
-      requests[i].sizes = header_.sizes;
-      requests[i].region = planning::Region::of_bytes(0, header_.storage_bytes);
-      requests[i].target.address =
+      records[i].offset = i * record_bytes;
+      records[i].length = record_bytes;
+      records[i].dtype = header_.dtype;
+      records[i].sizes = header_.sizes;
+      reads[i].record = &records[i];
+      reads[i].region = planning::Region::of_bytes(0, header_.storage_bytes);
+      reads[i].target.address =
           reinterpret_cast<std::byte*>(target.data() + i * header_.storage_bytes);
     }
-    return LoadSession::start(context(), std::move(directory), {{"a", {}}}, std::move(requests),
-                              {});
+    return LoadSession::start(context(), std::move(directory), {{"a", {}}}, std::move(reads), {});
   });
 }
 
 TEST_P(AllocationFailures, AVerificationEndsAndReportsThem) {
   sweep([&](os::Directory directory, std::size_t record_bytes) {
-    std::vector<NamedRecord> records(2);
+    std::vector<planning::StoredRecord> records(2);
     for (std::size_t i = 0; i < 2; ++i) {
       records[i].offset = i * record_bytes;
       records[i].length = record_bytes;

@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "engine/load_session.h"
+#include "planning/strides.h"
 #include "reads.h"
 #include "support.h"
 
@@ -54,35 +56,61 @@ class Remote {
   std::uint64_t bytes_ = 0;
 };
 
-ReadRequest request_of(const Stored& stored, const Sizes& offsets, const Sizes& lengths) {
-  return fetch_request(0, stored.offset(), stored.record.size(), stored.header.dtype,
-                       stored.header.sizes, offsets, lengths);
+/// A record and the region to read; without a value, the entire record.
+struct Wanted {
+  planning::StoredRecord record;
+  std::optional<planning::Region> region = {};
+};
+
+Wanted box(planning::StoredRecord record, const Sizes& offsets, const Sizes& lengths) {
+  const auto strides =
+      planning::row_major_strides(std::vector<std::int64_t>(lengths.begin(), lengths.end()));
+  const std::size_t item = record.dtype->item_bytes;
+  auto region = planning::Region::of_box(record.sizes, {}, offsets, lengths, strides, item, item);
+  return {std::move(record), std::move(region)};
 }
 
-/// Fetches what a load of these requests needs.
+planning::StoredRecord record_of(const Stored& stored) {
+  return {
+      "", 0, stored.offset(), stored.record.size(), true, stored.header.dtype, stored.header.sizes};
+}
+
+FetchPlan plan_of(const std::vector<Wanted>& wanted, const std::string& table = {}) {
+  std::vector<planning::StoredRecord> records;
+  std::vector<std::optional<planning::Region>> regions;
+  for (const Wanted& each : wanted) {
+    records.push_back(each.record);
+    regions.push_back(each.region);
+  }
+  return {{{"data", table}}, std::move(records), regions, true};
+}
+
+/// Fetches the ranges of a plan.
 void fetch_all(Remote& remote, const FetchPlan& plan) {
   remote.fetch(plan.ends());
   for (const FetchPlan::Wave& wave : plan.waves(remote.copies(), kAll)) remote.fetch(wave.ranges);
 }
 
-/// Loads requests from the copies into memory, and returns the bytes of each.
-std::vector<std::string> load(const Remote& remote, std::vector<ReadRequest> requests,
+/// Loads regions from the copies into memory, and returns the bytes of each.
+std::vector<std::string> load(const Remote& remote, const std::vector<Wanted>& wanted,
                               const std::string& table) {
-  std::vector<std::string> results(requests.size());
-  for (std::size_t i = 0; i < requests.size(); ++i) {
-    results[i].resize(requests[i].region.bytes());
-    requests[i].target.address = reinterpret_cast<std::byte*>(results[i].data());
+  std::vector<std::string> results(wanted.size());
+  std::vector<RegionRead> reads(wanted.size());
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    results[i].resize(wanted[i].region->bytes());
+    reads[i] = {&wanted[i].record, ReadKind::tensor, nullptr, *wanted[i].region};
+    reads[i].target.address = reinterpret_cast<std::byte*>(results[i].data());
   }
-  auto session = LoadSession::start(context(), remote.copies(), {{"data", table}}, requests, {});
+  auto session = LoadSession::start(context(), remote.copies(), {{"data", table}}, reads, {});
   EXPECT_TRUE(ok(session));
   wait_for_end(**session);
   const auto failure = (*session)->failure();
-  EXPECT_FALSE(failure) << failure->error.message();
+  EXPECT_FALSE(failure) << failure->message();
   return results;
 }
 
 /// The bytes of a box of a row-major tensor.
-std::string box_of(const Stored& stored, const Sizes& offsets, const Sizes& lengths) {
+std::string bytes_of_box(const Stored& stored, const Sizes& offsets, const Sizes& lengths) {
   std::string bytes;
   Sizes at = offsets;
   while (true) {
@@ -110,7 +138,7 @@ TEST(FetchPlan, ALoadFromTheFetchedRangesReadsTheSameBytes) {
       records.push_back(store(row_major("float32", sizes), random.bytes(bytes), offset));
       offset += records.back().record.size();
     }
-    std::vector<ReadRequest> requests;
+    std::vector<Wanted> wanted;
     std::vector<std::string> expected;
     for (int i = 0; i < 4; ++i) {
       const Stored& stored = records[random.between(0, 2)];
@@ -120,13 +148,13 @@ TEST(FetchPlan, ALoadFromTheFetchedRangesReadsTheSameBytes) {
         offsets.push_back(random.between(0, size - 1));
         lengths.push_back(random.between(1, size - offsets.back()));
       }
-      requests.push_back(request_of(stored, offsets, lengths));
-      expected.push_back(box_of(stored, offsets, lengths));
+      wanted.push_back(box(record_of(stored), offsets, lengths));
+      expected.push_back(bytes_of_box(stored, offsets, lengths));
     }
     const std::string table = random.coin() ? table_of(records) : std::string();
     Remote remote(records);
-    fetch_all(remote, FetchPlan({{"data", table}}, requests, true));
-    EXPECT_EQ(load(remote, requests, table), expected);
+    fetch_all(remote, plan_of(wanted, table));
+    EXPECT_EQ(load(remote, wanted, table), expected);
   }
 }
 
@@ -134,8 +162,7 @@ TEST(FetchPlan, ASmallPartNeedsLittleMoreThanItsBytes) {
   const Stored stored = store(row_major("uint8", {4096, 1024}), std::string(4 << 20, 'x'));
   for (const std::string& table : {std::string(), table_of({stored})}) {
     Remote remote({stored});
-    const ReadRequest request = request_of(stored, {2000, 0}, {100, 1024});
-    fetch_all(remote, FetchPlan({{"data", table}}, {request}, true));
+    fetch_all(remote, plan_of({box(record_of(stored), {2000, 0}, {100, 1024})}, table));
     EXPECT_GE(remote.bytes_fetched(), 100u << 10);
     EXPECT_LE(remote.bytes_fetched(), 200u << 10);
   }
@@ -143,10 +170,10 @@ TEST(FetchPlan, ASmallPartNeedsLittleMoreThanItsBytes) {
 
 TEST(FetchPlan, ARecordThatIsReadEntirelyIsFetchedOnce) {
   const Stored stored = store(row_major("uint8", {1024, 1024}), std::string(1 << 20, 'x'));
-  for (const auto& [offsets, lengths] :
-       {std::pair(Sizes{}, Sizes{}), std::pair(Sizes{0, 0}, Sizes{1024, 1024})}) {
+  for (const Wanted& wanted :
+       {Wanted{record_of(stored)}, box(record_of(stored), {0, 0}, {1024, 1024})}) {
     Remote remote({stored});
-    const FetchPlan plan({{"data", ""}}, {request_of(stored, offsets, lengths)}, true);
+    const FetchPlan plan = plan_of({wanted});
     EXPECT_TRUE(plan.ends().empty());
     fetch_all(remote, plan);
     EXPECT_EQ(remote.bytes_fetched(), stored.record.size());
@@ -158,28 +185,28 @@ TEST(FetchPlan, ARecordOfAnotherLayoutIsFetchedEntirely) {
   std::swap(transposed.strides[0], transposed.strides[1]);
   const Stored stored = store(transposed, std::string(1 << 20, 'x'));
   Remote remote({stored});
-  fetch_all(remote, FetchPlan({{"data", ""}}, {request_of(stored, {0, 0}, {10, 1024})}, true));
+  fetch_all(remote, plan_of({box(record_of(stored), {0, 0}, {10, 1024})}));
   EXPECT_GE(remote.bytes_fetched(), stored.record.size());
 }
 
-TEST(FetchPlan, WavesContainAllRequestsWithinTheLimit) {
+TEST(FetchPlan, WavesContainAllReadsWithinTheLimit) {
   std::vector<Stored> records;
-  std::vector<ReadRequest> requests;
+  std::vector<Wanted> wanted;
   std::uint64_t offset = 0;
   for (int i = 0; i < 8; ++i) {
     records.push_back(store(row_major("uint8", {300 << 10}), std::string(300 << 10, 'x'), offset));
     offset += records.back().record.size();
-    requests.push_back(request_of(records.back(), {}, {}));
+    wanted.push_back({record_of(records.back())});
   }
   const Remote remote(records);
-  const FetchPlan plan({{"data", ""}}, requests, true);
+  const FetchPlan plan = plan_of(wanted);
   std::vector<std::size_t> seen;
   const auto waves = plan.waves(remote.copies(), std::uint64_t{1} << 20);
   for (const FetchPlan::Wave& wave : waves) {
     std::uint64_t bytes = 0;
     for (const FileRange& range : wave.ranges) bytes += range.bytes.bytes();
     EXPECT_LE(bytes, 1u << 20);
-    seen.insert(seen.end(), wave.requests.begin(), wave.requests.end());
+    seen.insert(seen.end(), wave.reads.begin(), wave.reads.end());
   }
   EXPECT_EQ(waves.size(), 3u);
   EXPECT_EQ(seen, (std::vector<std::size_t>{0, 1, 2, 3, 4, 5, 6, 7}));
@@ -190,24 +217,24 @@ TEST(FetchPlan, WavesContainAllRequestsWithinTheLimit) {
 TEST(FetchPlan, DamagedMetadataIsLeftToTheLoad) {
   const Stored stored = store(row_major("uint8", {1 << 20}), std::string(1 << 20, 'x'));
   const Remote remote({stored});
-  std::vector<ReadRequest> requests = {
+  const auto* dtype = format::find_dtype("uint8");
+  const std::uint64_t length = stored.record.size();
+  const std::vector<Wanted> wanted = {
       // A location beyond the end of the file, or of all files.
-      fetch_request(0, 5 << 20, stored.record.size(), format::find_dtype("uint8"), {1 << 20},
-                    Sizes{0}, Sizes{9}),
-      fetch_request(0, kAll - 5, kAll, format::find_dtype("uint8"), {1 << 20}, Sizes{0}, Sizes{9}),
-      // A box outside the tensor, an overflowing tensor and an unknown dtype.
-      fetch_request(0, 0, stored.record.size(), format::find_dtype("uint8"), {1 << 20},
-                    Sizes{1 << 20}, Sizes{9}),
-      fetch_request(0, 0, stored.record.size(), format::find_dtype("uint8"), {kAll, kAll},
-                    Sizes{0, 0}, Sizes{1, 9}),
-      fetch_request(0, 0, stored.record.size(), nullptr, {1 << 20}, Sizes{0}, Sizes{9}),
+      box({"", 0, 5 << 20, length, true, dtype, {1 << 20}}, {0}, {9}),
+      box({"", 0, kAll - 5, kAll, true, dtype, {1 << 20}}, {0}, {9}),
+      // A box outside the tensor, and an overflowing tensor.
+      box({"", 0, 0, length, true, dtype, {1 << 20}}, {1 << 20}, {9}),
+      box({"", 0, 0, length, true, dtype, {kAll, kAll}}, {0, 0}, {1, 9}),
+      // A record of an unknown dtype.
+      {{"", 0, 0, length, true, nullptr, {1 << 20}}, std::nullopt},
       // A record whose bytes were not fetched.
-      request_of(stored, {100}, {9}),
+      box(record_of(stored), {100}, {9}),
   };
-  const FetchPlan plan({{"data", "not a table"}}, requests, true);
+  const FetchPlan plan = plan_of(wanted, "not a table");
   std::size_t planned = 0;
-  for (const auto& wave : plan.waves(remote.copies(), kAll)) planned += wave.requests.size();
-  EXPECT_EQ(planned, requests.size());
+  for (const auto& wave : plan.waves(remote.copies(), kAll)) planned += wave.reads.size();
+  EXPECT_EQ(planned, wanted.size());
 }
 
 }  // namespace

@@ -96,7 +96,7 @@ TEST_P(FewThreads, ALoadEnds) {
 TEST_P(FewThreads, AVerificationEnds) {
   const std::string record = test::byte_record("hello");
   test::write_file(directory_.file("f"), record);
-  NamedRecord named;
+  planning::StoredRecord named;
   named.length = record.size();
   const ScopedFaultHook hook(threads_up_to(GetParam()));
   const auto started =

@@ -125,19 +125,21 @@ bool save_file(const TempDir& directory, const std::string& name, const std::str
   return ok(test::run_save(directory, one_file(name, contents), options));
 }
 
-/// A request for the first bytes of a file.
-engine::ReadRequest read_into(std::string& found) {
-  engine::ReadRequest request;
-  request.length = found.size();
-  request.region = planning::Region::of_bytes(0, found.size());
-  request.target.address = reinterpret_cast<std::byte*>(found.data());
-  return request;
+/// Reads a record, which begins a file.
+engine::RegionRead read_into(const planning::StoredRecord& record, std::string& found) {
+  engine::RegionRead read{&record};
+  read.region = planning::Region::of_bytes(0, found.size());
+  read.target.address = reinterpret_cast<std::byte*>(found.data());
+  return read;
 }
+
+planning::StoredRecord record_of(std::size_t bytes) { return {"", 0, 0, bytes}; }
 
 bool load_file(const TempDir& directory, const std::string& name, const std::string& expected) {
   std::string found(expected.size(), '?');
+  const planning::StoredRecord record = record_of(found.size());
   auto session = LoadSession::start(context(), test::open_directory(directory), {{name, {}}},
-                                    {read_into(found)}, {});
+                                    {read_into(record, found)}, {});
   if (!session) return false;
   test::wait_for_end(**session);
   return !(*session)->failure() && found == expected;
@@ -323,16 +325,17 @@ TEST_F(ForkTest, AChildDoesNotWaitForItsParentsLoad) {
   let_every_thread_start();
   test::write_file(directory_.file("a"), "hello");
   std::string found(5, '?');
+  const planning::StoredRecord record = record_of(found.size());
   HeldCall held("pread");
   auto session = LoadSession::start(context(), test::open_directory(directory_), {{"a", {}}},
-                                    {read_into(found)}, {});
+                                    {read_into(record, found)}, {});
   ASSERT_TRUE(ok(session));
   held.wait();
   EXPECT_TRUE(in_child([&] {
     (*session)->cancel();
     const bool over = (*session)->wait_for(std::chrono::hours(1));
     const auto failure = (*session)->failure();
-    return over && failure && failure->error.code == Errc::cancelled;
+    return over && failure && failure->code == Errc::cancelled;
   }));
   held.open();
   test::wait_for_end(**session);

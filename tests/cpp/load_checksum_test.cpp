@@ -33,8 +33,8 @@ std::string flipped(std::string text, std::size_t at) {
   return text;
 }
 
-ReadRequest part_of(const Stored& stored, std::uint64_t begin, std::uint64_t bytes) {
-  ReadRequest request = stored.request(stored.sums.raw ? ReadKind::raw : ReadKind::tensor);
+OwnedRead part_of(const Stored& stored, std::uint64_t begin, std::uint64_t bytes) {
+  OwnedRead request = stored.request(stored.sums.raw ? ReadKind::raw : ReadKind::tensor);
   request.region = Region::of_bytes(begin, bytes);
   return request;
 }
@@ -94,7 +94,7 @@ class BlockChecksums : public ::testing::TestWithParam<std::tuple<Kind, DirectIo
   ::testing::AssertionResult names(const LoadSession& session, std::size_t block) const {
     if (auto result = failed(session, Errc::checksum_mismatch, 0); !result) return result;
     const std::uint64_t expected = 10 + stored_.payload_at + begin_of(block);
-    const std::uint64_t offset = session.failure()->error.offset;
+    const std::uint64_t offset = session.failure()->offset;
     if (offset == expected) return ::testing::AssertionSuccess();
     return ::testing::AssertionFailure() << "at " << offset << " and not at " << expected;
   }
@@ -106,7 +106,7 @@ TEST_P(BlockChecksums, AnIntactTensorIsReadEntirelyAndInPart) {
     const std::size_t bytes = round == 0 ? kind_.bytes : random_.any_scale(kind_.bytes - begin);
     Checked checked(stored_, mode_);
     const auto session = checked.read(begin, bytes);
-    ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
+    ASSERT_FALSE(session->failure().has_value()) << session->failure()->message();
     ASSERT_TRUE(checked.result() == stored_.payload.substr(begin, bytes));
     ASSERT_EQ(session->bytes_done(), bytes);
   }
@@ -164,7 +164,7 @@ TEST(LoadChecksums, DamageOutsideTheReadRangeIsNotReported) {
   const Stored stored = large(2 * kMebi);
   Checked checked(stored, DirectIo::off);
   const auto session = checked.damage(stored.payload_at + kMebi).read(5, 100);
-  ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
+  ASSERT_FALSE(session->failure().has_value()) << session->failure()->message();
   EXPECT_TRUE(checked.result() == stored.payload.substr(5, 100));
 }
 
@@ -187,7 +187,7 @@ TEST(LoadChecksums, BlocksLargerThanAPieceAreCheckedEntirely) {
     const Stored stored = large(40 * kMebi + 5, block_bytes);
     Checked intact(stored, DirectIo::off);
     const auto session = intact.read(3, 40 * kMebi);
-    ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
+    ASSERT_FALSE(session->failure().has_value()) << session->failure()->message();
     EXPECT_TRUE(failed(*Checked(stored, DirectIo::off)
                             .damage(stored.payload_at + 32 * kMebi)
                             .read(34 * kMebi - 1, 1),
@@ -224,8 +224,8 @@ TEST_P(Envelope, AnyFlippedByteIsFound) {
     const auto session = Checked(stored, DirectIo::off).damage(at).read(0, 1);
     const auto failure = session->failure();
     ASSERT_TRUE(failure.has_value()) << "byte " << at << " of " << stored.record.size();
-    ASSERT_EQ(failure->request, 0);
-    found_by_table += failure->error.code == Errc::checksum_mismatch ? 1 : 0;
+    ASSERT_EQ(failure->subject, "0");
+    found_by_table += failure->code == Errc::checksum_mismatch ? 1 : 0;
   }
   EXPECT_GT(found_by_table, 10);
 }
@@ -302,8 +302,8 @@ TEST(LoadChecksums, AnEmptyItemIsNotCheckedAgainstTheNextItem) {
   const Stored next = store_raw("hello");
   const std::size_t file = reads.add_raw_file(next.record);
   reads.set_table(file, table_of({next}));
-  ReadRequest nothing = next.request(ReadKind::raw);
-  nothing.length = 0;
+  OwnedRead nothing = next.request(ReadKind::raw);
+  nothing.stored.length = 0;
   reads.add_to_host(nothing, 0);
   reads.add_to_host(part_of(next, 0, 5), 5);
   reads.run_all();
@@ -353,11 +353,11 @@ TEST_P(LoadTables, ForRawBytesLeaveUnknownRecordsToTorch) {
   Reads reads(directory_);
   reads.add_raw_file("ten bytes." + unknown.record);
   reads.set_table(0, table_of({unknown}));
-  ReadRequest request = part_of(stored_, 0, GetParam());
-  request.length = unknown.record.size();
+  OwnedRead request = part_of(stored_, 0, GetParam());
+  request.stored.length = unknown.record.size();
   reads.add_to_host(request, GetParam());
   const auto session = reads.run();
-  ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
+  ASSERT_FALSE(session->failure().has_value()) << session->failure()->message();
   EXPECT_EQ(session->outcomes()[0].status, ReadStatus::unknown_record);
 }
 
@@ -396,8 +396,8 @@ TEST(LoadChecksums, RecordsAreCheckedAgainstTheTableOfTheirFile) {
         const bool damaged =
             round > 0 && file == culprit_file && i == culprit && !stored.payload.empty();
         contents += damaged ? flipped(stored.record, stored.payload_at) : stored.record;
-        ReadRequest request = part_of(stored, 0, stored.payload.size());
-        request.file = file;
+        OwnedRead request = part_of(stored, 0, stored.payload.size());
+        request.stored.file = file;
         if (file == culprit_file && i == culprit) culprit_request = reads.count();
         reads.add_to_host(request, stored.payload.size());
       }
@@ -427,7 +427,7 @@ TEST_P(StoredTransposed, IsCheckedByBlocksForEveryKindOfRead) {
       Reads reads(directory);
       reads.add_raw_file("ten bytes." + (damaged ? flipped(stored.record, last) : stored.record));
       reads.set_table(0, table_of({stored}));
-      ReadRequest request = stored.request(as_storage ? ReadKind::storage : ReadKind::tensor);
+      OwnedRead request = stored.request(as_storage ? ReadKind::storage : ReadKind::tensor);
       request.region = Region::of_bytes(0, stored.payload.size());
       if (!as_storage) {
         // Row-major, like the target.
@@ -439,7 +439,7 @@ TEST_P(StoredTransposed, IsCheckedByBlocksForEveryKindOfRead) {
       }
       if (as_storage) {
         // The part is requested first, before the entire tensor.
-        ReadRequest part = request;
+        OwnedRead part = request;
         part.region = Region::of_bytes(0, 10);
         reads.add_to_host(part, 10);
       }

@@ -31,9 +31,9 @@ class LoadToDevice : public ReadsTestWith<std::uint64_t> {
  protected:
   void SetUp() override { reads_.add_file({stored_.record}); }
 
-  ReadRequest request(std::uint64_t first_column, std::uint64_t columns,
-                      std::size_t target_item) const {
-    ReadRequest request = stored_.request(ReadKind::tensor);
+  OwnedRead request(std::uint64_t first_column, std::uint64_t columns,
+                    std::size_t target_item) const {
+    OwnedRead request = stored_.request(ReadKind::tensor);
     request.region =
         *Region::of_box(stored_.header.sizes, {}, Dims{0, first_column}, Dims{GetParam(), columns},
                         Steps{static_cast<std::int64_t>(columns), 1}, 2, target_item);
@@ -49,7 +49,7 @@ class LoadToDevice : public ReadsTestWith<std::uint64_t> {
   }
   /// Adds a request for columns on the device, and its expected result to expected_.
   void add(std::uint64_t first, std::uint64_t count, bool convert) {
-    ReadRequest request = this->request(first, count, convert ? 4 : 2);
+    OwnedRead request = this->request(first, count, convert ? 4 : 2);
     const std::string text = columns(first, count);
     expected_.push_back(convert ? widened(text) : text);
     addresses_.push_back(device_.allocate(expected_.back().size()));
@@ -156,7 +156,7 @@ TEST_P(LoadToDevice, ARejectedCopyFailsTheLoad) {
   device_.on_write([](const HostRun&) -> Result<> { return system_error(EIO, "copy", "device"); });
   const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::system, 0));
-  EXPECT_EQ(session->failure()->error.operation, "copy");
+  EXPECT_EQ(session->failure()->operation, "copy");
 }
 
 TEST_P(LoadToDevice, AFailedCopyFailsTheLoad) {
@@ -164,7 +164,7 @@ TEST_P(LoadToDevice, AFailedCopyFailsTheLoad) {
   device_.fail_waits(system_error(EIO, "wait", "device"));
   const auto session = reads_.run();
   ASSERT_TRUE(session->failure().has_value());
-  EXPECT_EQ(session->failure()->error.operation, "wait");
+  EXPECT_EQ(session->failure()->operation, "wait");
 }
 
 TEST_P(LoadToDevice, UsesMemoryThatCannotBePinned) {
@@ -186,7 +186,7 @@ TEST_P(LoadToDevice, ACancelledLoadWaitsForCopiesInFlight) {
   wait_for_end(*session);
   const auto failure = session->failure();
   ASSERT_TRUE(failure.has_value());
-  EXPECT_EQ(failure->error.code, Errc::cancelled);
+  EXPECT_EQ(failure->code, Errc::cancelled);
 }
 
 TEST_P(LoadToDevice, AFailedLoadWaitsForCopiesInFlight) {
@@ -195,8 +195,8 @@ TEST_P(LoadToDevice, AFailedLoadWaitsForCopiesInFlight) {
   reads.use_file("f0");
   reads.use_file("missing");
   reads.add_as_it_is(reads_.request(0));
-  ReadRequest missing = request(0, 100, 2);
-  missing.file = 1;
+  OwnedRead missing = request(0, 100, 2);
+  missing.stored.file = 1;
   reads.add_to_host(missing, 200 * GetParam());
   LoadOptions one_thread;
   one_thread.threads = 1;
@@ -216,7 +216,7 @@ TEST(LoadToDevices, EachTensorArrivesOnItsDevice) {
   reads.add_file({test::byte_record(payload)});
   const Stored stored = store(row_major("uint8", {payload.size()}), payload);
   for (int number = 0; number < 3; ++number) {
-    ReadRequest request = stored.request(ReadKind::tensor);
+    OwnedRead request = stored.request(ReadKind::tensor);
     request.region = Region::of_bytes(0, payload.size());
     request.target.device = number;
     request.target.address = device.allocate(payload.size(), number);
@@ -234,7 +234,7 @@ TEST(LoadToDevices, ACachedTensorArrivesInLargeCopies) {
   const std::string payload = Random(10).bytes(std::size_t{8} << 20);
   reads.add_file({test::byte_record(payload)});
   const Stored stored = store(row_major("uint8", {payload.size()}), payload);
-  ReadRequest request = stored.request(ReadKind::tensor);
+  OwnedRead request = stored.request(ReadKind::tensor);
   request.region = Region::of_bytes(0, payload.size());
   request.target.device = 0;
   request.target.address = device.allocate(payload.size());
@@ -260,7 +260,7 @@ TEST(LoadToDevices, NoCopyHasTwoTargets) {
   const Stored stored = store(row_major("uint8", {payload.size()}), payload);
   std::vector<std::byte*> addresses = {device.allocate(kHalf), device.allocate_adjacent(kHalf)};
   for (std::size_t i = 0; i < 2; ++i) {
-    ReadRequest request = stored.request(ReadKind::tensor);
+    OwnedRead request = stored.request(ReadKind::tensor);
     request.region = Region::of_bytes(i * kHalf, kHalf);
     request.target.device = 0;
     request.target.address = addresses[i];
@@ -278,7 +278,7 @@ TEST(LoadToDevices, FailsWithoutDeviceSupport) {
   Reads reads(directory);
   reads.add_file({test::byte_record("hello")});
   const Stored stored = store(row_major("uint8", {5}), "hello");
-  ReadRequest request = stored.request(ReadKind::tensor);
+  OwnedRead request = stored.request(ReadKind::tensor);
   request.region = Region::of_bytes(0, 5);
   request.target.device = 0;
   reads.add_as_it_is(request);

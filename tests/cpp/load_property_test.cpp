@@ -77,7 +77,7 @@ Dims any_sizes(Random& random) {
 
 /// A request and the expected contents of its target.
 struct Expected {
-  ReadRequest request;
+  OwnedRead request;
   std::string target;
 };
 
@@ -115,7 +115,7 @@ Expected any_region(Random& random, const Stored& stored, bool transposed, bool 
 
   Expected expected;
   expected.request = stored.request(ReadKind::tensor);
-  ReadRequest& request = expected.request;
+  OwnedRead& request = expected.request;
   if (transposed) request.layout = std::make_shared<format::TensorHeader>(stored.header);
   const auto region = Region::of_box(sizes, transposed ? stored.header.strides : Dims{}, offsets,
                                      lengths, target_strides, item, target_item);
@@ -180,8 +180,8 @@ TEST_P(AnyLoad, DeliversTheBytesThatTheOracleExpects) {
         for (std::uint64_t count = random.between(1, 3); count > 0; --count) {
           const bool to_device = on_device && random.between(0, 3) > 0;
           expected.push_back(any_region(random, stored, transposed, to_device));
-          ReadRequest& request = expected.back().request;
-          request.file = file;
+          OwnedRead& request = expected.back().request;
+          request.stored.file = file;
           if (to_device) {
             request.target.device = 0;
             request.target.address = device->allocate(expected.back().target.size());

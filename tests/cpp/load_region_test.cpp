@@ -36,9 +36,9 @@ class RegionOfAMatrix : public ReadsTestWith<Shape> {
  protected:
   void SetUp() override { reads_.add_file({stored_.record}); }
 
-  ReadRequest request(const Dims& offsets, const Dims& lengths, const Steps& target_strides,
-                      std::size_t target_item = 2) const {
-    ReadRequest request = stored_.request(ReadKind::tensor);
+  OwnedRead request(const Dims& offsets, const Dims& lengths, const Steps& target_strides,
+                    std::size_t target_item = 2) const {
+    OwnedRead request = stored_.request(ReadKind::tensor);
     request.region =
         *Region::of_box(stored_.header.sizes, {}, offsets, lengths, target_strides, 2, target_item);
     if (target_item == 4) request.target.convert = widen;
@@ -182,13 +182,13 @@ TEST_P(RegionOfAMatrix, DamageIsFoundIfRegionsTogetherCoverTheMatrix) {
   const std::uint64_t half = rows_ / 2;
   for (const std::uint64_t begin : {half, std::uint64_t{0}}) {
     const Dims lengths{begin == 0 ? half : rows_ - half, columns_};
-    ReadRequest part = request({begin, 0}, lengths, dense(lengths));
-    part.file = 1;
+    OwnedRead part = request({begin, 0}, lengths, dense(lengths));
+    part.stored.file = 1;
     reads_.add_to_host(part, 2 * lengths[0] * columns_);
   }
   const auto session = reads_.run();
   ASSERT_TRUE(session->failure().has_value());
-  EXPECT_EQ(session->failure()->error.code, Errc::checksum_mismatch);
+  EXPECT_EQ(session->failure()->code, Errc::checksum_mismatch);
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, RegionOfAMatrix,
@@ -202,7 +202,7 @@ TEST_F(LoadRegionsTest, OnlyTheWantedPartsOfALargeRecordAreRead) {
   const std::size_t columns = 2 * kMebi;
   const Stored stored = store(row_major("uint8", {4, columns}), Random(1).bytes(4 * columns));
   reads_.add_file({stored.record});
-  ReadRequest request = stored.request(ReadKind::tensor);
+  OwnedRead request = stored.request(ReadKind::tensor);
   request.region =
       *Region::of_box(Dims{4, columns}, {}, Dims{0, 5}, Dims{4, 10}, Steps{10, 1}, 1, 1);
   reads_.add_to_host(request, 40);
@@ -219,7 +219,7 @@ TEST_F(LoadRegionsTest, OnlyTheWantedPartsOfALargeRecordAreRead) {
 TEST_F(LoadRegionsTest, AColumnOfManyRowsIsReadTogetherWithItsGaps) {
   const Stored stored = store(row_major("uint8", {5000, 100}), Random(2).bytes(500'000));
   reads_.add_file({stored.record});
-  ReadRequest request = stored.request(ReadKind::tensor);
+  OwnedRead request = stored.request(ReadKind::tensor);
   request.region =
       *Region::of_box(Dims{5000, 100}, {}, Dims{0, 9}, Dims{5000, 1}, Steps{1, 1}, 1, 1);
   reads_.add_to_host(request, 5000);
@@ -236,7 +236,7 @@ TEST_F(LoadRegionsTest, RequestsWithAnotherLayoutGetTheRecordsLayout) {
   auto other = header;
   other.strides = {7, 1};
   reads_.add_file({stored.record});
-  ReadRequest request = stored.request(ReadKind::tensor);
+  OwnedRead request = stored.request(ReadKind::tensor);
   request.layout = std::make_shared<format::TensorHeader>(other);
   request.region = Region::of_bytes(0, 140);
   reads_.add_to_host(request, 140);
@@ -249,7 +249,7 @@ TEST_F(LoadRegionsTest, RequestsWithAnotherLayoutGetTheRecordsLayout) {
 TEST_F(LoadRegionsTest, ChecksumsOfAStorageAreNotComparedIfOnlyItsBeginIsRead) {
   const Stored stored = store(row_major("uint8", {kMebi}), Random(5).bytes(kMebi));
   reads_.add_file({stored.record});
-  ReadRequest request = stored.request(ReadKind::storage);
+  OwnedRead request = stored.request(ReadKind::storage);
   request.region = Region::of_bytes(0, 100);
   reads_.add_to_host(request, 100);
   reads_.run_all();
@@ -259,8 +259,8 @@ TEST_F(LoadRegionsTest, ChecksumsOfAStorageAreNotComparedIfOnlyItsBeginIsRead) {
 // Regions of a raw record, which is checked entry by entry if it is read entirely.
 class RawRegions : public ReadsTestWith<std::size_t> {
  protected:
-  ReadRequest part(std::uint64_t begin, std::uint64_t bytes) const {
-    ReadRequest request = stored_.request(ReadKind::raw);
+  OwnedRead part(std::uint64_t begin, std::uint64_t bytes) const {
+    OwnedRead request = stored_.request(ReadKind::raw);
     request.region = Region::of_bytes(begin, bytes);
     return request;
   }

@@ -293,7 +293,7 @@ TEST_F(LoadSessionTest, ReadsMoreFilesThanItMayOpenAtOnce) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
   const auto session = reads_.run();
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
-  ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
+  ASSERT_FALSE(session->failure().has_value()) << session->failure()->message();
   for (std::size_t i = 0; i < kFiles; ++i) {
     ASSERT_EQ(reads_.result(i), "payload " + std::to_string(i));
   }
@@ -350,7 +350,7 @@ TEST_P(UnknownRecord, IsReportedAndDoesNotFailTheLoad) {
   reads_.add(ReadKind::tensor, 0, 0, unknown.size(), header, 0, payload.size());
   reads_.add(ReadKind::tensor, 0, unknown.size(), known.size(), header, 0, payload.size());
   const auto session = reads_.run();
-  ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
+  ASSERT_FALSE(session->failure().has_value()) << session->failure()->message();
   EXPECT_EQ(session->outcomes()[0].status, ReadStatus::unknown_record);
   EXPECT_EQ(session->outcomes()[1].status, ReadStatus::done);
   EXPECT_TRUE(reads_.result(1) == payload);
@@ -402,8 +402,8 @@ TEST_F(LoadSessionTest, ADamagedTensorIsReportedWithRequestPathAndOffset) {
   }
   const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::checksum_mismatch, 3));
-  EXPECT_EQ(session->failure()->error.path, reads_.path(1));
-  EXPECT_EQ(session->failure()->error.offset, 2 * record.size());
+  EXPECT_EQ(session->failure()->path, reads_.path(1));
+  EXPECT_EQ(session->failure()->offset, 2 * record.size());
 }
 
 TEST_F(LoadSessionTest, DamageOutsideTheRegionIsFoundInASmallRecord) {
@@ -416,7 +416,7 @@ TEST_F(LoadSessionTest, DamageOutsideTheRegionIsFoundInASmallRecord) {
 
 class RawArchive : public ReadsTestWith<std::size_t> {
  protected:
-  ReadRequest& add_raw(std::uint64_t begin, std::uint64_t bytes) {
+  OwnedRead& add_raw(std::uint64_t begin, std::uint64_t bytes) {
     return reads_.add(ReadKind::raw, 0, 10, damaged_.size(), {}, begin, bytes);
   }
   void SetUp() override {
@@ -433,8 +433,8 @@ TEST_P(RawArchive, IsCheckedEntryByEntryIfItIsReadEntirely) {
   add_raw(0, damaged_.size());
   const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::checksum_mismatch, 0));
-  EXPECT_EQ(session->failure()->error.path, reads_.path(0));
-  EXPECT_EQ(session->failure()->error.offset, 10 + damaged_at_);
+  EXPECT_EQ(session->failure()->path, reads_.path(0));
+  EXPECT_EQ(session->failure()->offset, 10 + damaged_at_);
 }
 
 TEST_P(RawArchive, IsNotCheckedIfReadInPartUnlessItIsSmall) {
@@ -509,8 +509,8 @@ TEST_P(Disagreement, AFileShorterThanItsMetadataIsReportedWithTheRequest) {
   reads_.add(ReadKind::tensor, 0, record_.size(), record_.size(), header_, 0, 4 * items_);
   const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::range_past_end, 1));
-  EXPECT_EQ(session->failure()->error.path, reads_.path(0));
-  EXPECT_EQ(session->failure()->error.offset, record_.size());
+  EXPECT_EQ(session->failure()->path, reads_.path(0));
+  EXPECT_EQ(session->failure()->offset, record_.size());
 }
 
 TEST_P(Disagreement, ARecordFarOutsideTheFileIsReportedWithTheRequest) {
@@ -557,9 +557,9 @@ TEST_P(Disagreement, ARangeThatEndsTooEarlyIsReportedWithItsFileOffset) {
   reads_.add(ReadKind::tensor, 0, record_.size(), record_.size() - 5, header_, 0, 4 * items_);
   const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::not_a_zip, 0));
-  EXPECT_EQ(session->failure()->error.path, reads_.path(0));
+  EXPECT_EQ(session->failure()->path, reads_.path(0));
   // The offset at which the end record was expected.
-  EXPECT_EQ(session->failure()->error.offset, 2 * record_.size() - 5 - format::zip::kEndBytes);
+  EXPECT_EQ(session->failure()->offset, 2 * record_.size() - 5 - format::zip::kEndBytes);
 }
 
 TEST_P(Disagreement, ARangeThatBeginsTooLateIsInconsistent) {
@@ -575,7 +575,7 @@ TEST_F(LoadSessionTest, AMissingFileIsASystemErrorWithItsPath) {
   ASSERT_EQ(std::remove(reads_.path(1).c_str()), 0);
   const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::system, 1));
-  EXPECT_TRUE(is_system_error(session->failure()->error, ENOENT, "open", reads_.path(1)));
+  EXPECT_TRUE(is_system_error(*session->failure(), ENOENT, "open", reads_.path(1)));
 }
 
 // --- faults ----------------------------------------------------------------------------------
@@ -608,16 +608,16 @@ TEST_P(LoadSessionFaults, InAnySystemCallFailTheLoadWithItsError) {
       session = reads.run(given);
     }
     if (!fault.hit()) {
-      ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
+      ASSERT_FALSE(session->failure().has_value()) << session->failure()->message();
       EXPECT_GT(n, 1) << "never called";
       break;
     }
     ASSERT_TRUE(session->failure().has_value()) << "call " << n;
-    ASSERT_TRUE(is_system_error(session->failure()->error, GetParam().sys_errno,
-                                GetParam().operation, fault.path()))
+    ASSERT_TRUE(is_system_error(*session->failure(), GetParam().sys_errno, GetParam().operation,
+                                fault.path()))
         << "call " << n;
-    const std::size_t culprit = session->failure()->request;
-    ASSERT_EQ(culprit < 2 ? reads.path(culprit) : "", fault.path()) << "call " << n;
+    const std::string culprit = session->failure()->subject;
+    ASSERT_EQ(culprit.empty() ? "" : reads.path(std::stoul(culprit)), fault.path()) << "call " << n;
   }
 }
 
@@ -667,8 +667,8 @@ TEST_F(LoadSessionTest, ACancelledLoadEndsItsReads) {
   session->cancel();
   cancelled.count_down();
   wait_for_end(*session);
-  ASSERT_TRUE(failed(*session, Errc::cancelled, LoadFailure::kNoRequest));
-  EXPECT_EQ(session->failure()->error.path, "") << "no file is to blame";
+  ASSERT_TRUE(failed(*session, Errc::cancelled, ""));
+  EXPECT_EQ(session->failure()->path, "") << "no file is to blame";
   EXPECT_EQ(counter.calls("pread"), 1);
 }
 

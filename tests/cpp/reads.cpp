@@ -10,7 +10,6 @@ namespace torch_ckpt::test {
 
 using engine::LoadOptions;
 using engine::LoadSession;
-using engine::ReadRequest;
 
 std::size_t Reads::add_file(const std::vector<std::string>& records) {
   std::string contents;
@@ -24,21 +23,21 @@ std::size_t Reads::add_raw_file(std::string_view contents) {
   return files_.size() - 1;
 }
 
-ReadRequest& Reads::add(engine::ReadKind kind, std::size_t file, std::uint64_t offset,
-                        std::uint64_t length, const format::TensorHeader& header,
-                        std::uint64_t begin, std::uint64_t bytes) {
-  ReadRequest request;
+OwnedRead& Reads::add(engine::ReadKind kind, std::size_t file, std::uint64_t offset,
+                      std::uint64_t length, const format::TensorHeader& header, std::uint64_t begin,
+                      std::uint64_t bytes) {
+  OwnedRead request;
   request.kind = kind;
-  request.file = file;
-  request.offset = offset;
-  request.length = length;
-  request.dtype = header.dtype;
-  request.sizes = header.sizes;
+  request.stored.file = file;
+  request.stored.offset = offset;
+  request.stored.length = length;
+  request.stored.dtype = header.dtype;
+  request.stored.sizes = header.sizes;
   request.region = planning::Region::of_bytes(begin, bytes);
   return add_to_host(std::move(request), bytes);
 }
 
-ReadRequest& Reads::add_whole(std::size_t file, std::string_view payload) {
+OwnedRead& Reads::add_whole(std::size_t file, std::string_view payload) {
   const auto header = row_major("uint8", {payload.size()});
   return add(engine::ReadKind::tensor, file, 0, record_of(header, payload).size(), header, 0,
              payload.size());
@@ -48,31 +47,33 @@ void Reads::add_small_files(std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) add_whole(add_file({byte_record("hello")}), "hello");
 }
 
-ReadRequest& Reads::add_to_host(ReadRequest request, std::size_t bytes, std::size_t origin) {
+OwnedRead& Reads::add_to_host(OwnedRead request, std::size_t bytes, std::size_t origin) {
   // Exactly this size, so that AddressSanitizer detects a single byte too many.
   Memory memory{std::make_unique<char[]>(bytes), bytes};
   std::fill_n(memory.memory.get(), bytes, '?');
   request.target.address = reinterpret_cast<std::byte*>(memory.memory.get() + origin);
-  ReadRequest& added = add_as_it_is(std::move(request));
+  OwnedRead& added = add_as_it_is(std::move(request));
   targets_.back() = std::move(memory);
   return added;
 }
 
-ReadRequest& Reads::add_as_it_is(ReadRequest request) {
-  requests_.push_back(std::move(request));
+OwnedRead& Reads::add_as_it_is(OwnedRead request) {
+  OwnedRead& added = requests_.emplace_back(std::move(request));
+  added.record = &added.stored;
+  added.stored.name = std::to_string(count() - 1);
   targets_.emplace_back();
-  return requests_.back();
+  return added;
 }
 
 std::uint64_t Reads::bytes() const {
   std::uint64_t sum = 0;
-  for (const ReadRequest& request : requests_) sum += request.region.bytes();
+  for (const OwnedRead& request : requests_) sum += request.region.bytes();
   return sum;
 }
 
 std::shared_ptr<LoadSession> Reads::start(const LoadOptions& options) const {
-  auto session =
-      LoadSession::start(context(), open_directory(directory_), files_, requests_, options);
+  auto session = LoadSession::start(context(), open_directory(directory_), files_,
+                                    {requests_.begin(), requests_.end()}, options);
   EXPECT_TRUE(ok(session));
   return *session;
 }
@@ -86,7 +87,7 @@ std::shared_ptr<LoadSession> Reads::run(const LoadOptions& options) const {
 void Reads::run_all(const LoadOptions& options) const {
   const auto session = run(options);
   const auto failure = session->failure();
-  ASSERT_FALSE(failure.has_value()) << failure->error.message();
+  ASSERT_FALSE(failure.has_value()) << failure->message();
   for (const engine::ReadOutcome& outcome : session->outcomes()) {
     ASSERT_EQ(outcome.status, engine::ReadStatus::done);
   }
@@ -95,22 +96,23 @@ void Reads::run_all(const LoadOptions& options) const {
 }
 
 ::testing::AssertionResult failed(const LoadSession& session, Errc code, std::size_t request) {
-  const auto failure = session.failure();
-  if (!failure) return ::testing::AssertionFailure() << "succeeded";
-  if (failure->error.code == code && failure->request == request) {
-    return ::testing::AssertionSuccess();
-  }
-  return ::testing::AssertionFailure() << failure->error.code << " at request " << failure->request
-                                       << ": " << failure->error.message();
+  return failed(session, code, std::to_string(request));
 }
 
-ReadRequest Stored::request(engine::ReadKind kind) const {
-  ReadRequest request;
+::testing::AssertionResult failed(const LoadSession& session, Errc code, std::string_view subject) {
+  const auto failure = session.failure();
+  if (!failure) return ::testing::AssertionFailure() << "succeeded";
+  if (failure->code == code && failure->subject == subject) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << failure->code << ": " << failure->message();
+}
+
+OwnedRead Stored::request(engine::ReadKind kind) const {
+  OwnedRead request;
   request.kind = kind;
-  request.offset = offset();
-  request.length = record.size();
-  request.dtype = header.dtype;
-  request.sizes = header.sizes;
+  request.stored.offset = offset();
+  request.stored.length = record.size();
+  request.stored.dtype = header.dtype;
+  request.stored.sizes = header.sizes;
   return request;
 }
 

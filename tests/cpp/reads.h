@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -14,6 +15,11 @@
 #include "support.h"
 
 namespace torch_ckpt::test {
+
+/// A read and its record. Reads sets the pointer between them when the read is added.
+struct OwnedRead : engine::RegionRead {
+  planning::StoredRecord stored;
+};
 
 // Writes data files, collects requests with memory for their results, and runs them.
 class Reads {
@@ -30,19 +36,18 @@ class Reads {
   }
 
   /// Adds a request of any kind for bytes [begin, begin + bytes) of the record or the payload.
-  engine::ReadRequest& add(engine::ReadKind kind, std::size_t file, std::uint64_t offset,
-                           std::uint64_t length, const format::TensorHeader& header,
-                           std::uint64_t begin, std::uint64_t bytes);
+  OwnedRead& add(engine::ReadKind kind, std::size_t file, std::uint64_t offset,
+                 std::uint64_t length, const format::TensorHeader& header, std::uint64_t begin,
+                 std::uint64_t bytes);
   /// Adds a request for an entire tensor of uint8, whose record fills the file.
-  engine::ReadRequest& add_whole(std::size_t file, std::string_view payload);
+  OwnedRead& add_whole(std::size_t file, std::string_view payload);
   /// Adds `count` files of one small tensor each, and a request for each.
   void add_small_files(std::size_t count);
   /// Adds a request with a target on the host: memory of `bytes` question marks, with
   /// target.address at `origin`.
-  engine::ReadRequest& add_to_host(engine::ReadRequest request, std::size_t bytes,
-                                   std::size_t origin = 0);
+  OwnedRead& add_to_host(OwnedRead request, std::size_t bytes, std::size_t origin = 0);
   /// Adds a request with its target.
-  engine::ReadRequest& add_as_it_is(engine::ReadRequest request);
+  OwnedRead& add_as_it_is(OwnedRead request);
 
   /// All memory of a target on the host.
   std::string_view result(std::size_t request) const {
@@ -50,7 +55,7 @@ class Reads {
   }
   const std::string& name(std::size_t file) const { return files_[file].name; }
   std::string path(std::size_t file) const { return directory_.file(name(file)); }
-  const engine::ReadRequest& request(std::size_t number) const { return requests_[number]; }
+  const OwnedRead& request(std::size_t number) const { return requests_[number]; }
   std::size_t count() const { return requests_.size(); }
   std::uint64_t bytes() const;
 
@@ -67,7 +72,7 @@ class Reads {
 
   const TempDir& directory_;
   std::vector<engine::LoadFile> files_;
-  std::vector<engine::ReadRequest> requests_;
+  std::deque<OwnedRead> requests_;  // named by their numbers
   std::vector<Memory> targets_;
 };
 
@@ -83,6 +88,8 @@ class ReadsTestWith : public ReadsTest, public ::testing::WithParamInterface<Par
 /// True if the load has failed with `code`, because of `request`.
 ::testing::AssertionResult failed(const engine::LoadSession& session, Errc code,
                                   std::size_t request);
+::testing::AssertionResult failed(const engine::LoadSession& session, Errc code,
+                                  std::string_view subject);
 
 inline engine::LoadOptions load_options(engine::DirectIo mode) {
   engine::LoadOptions options;
@@ -99,7 +106,7 @@ struct Stored {
   format::RecordSums sums;
 
   std::uint64_t offset() const { return sums.offset; }
-  engine::ReadRequest request(engine::ReadKind kind) const;
+  OwnedRead request(engine::ReadKind kind) const;
 };
 
 /// A tensor's record; `block_bytes` 0: blocks of the usual size.

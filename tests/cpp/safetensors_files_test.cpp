@@ -209,7 +209,7 @@ class BareRecord : public ReadsTestWith<std::size_t> {
   void add(const Stored& stored, std::uint64_t begin, std::uint64_t bytes) {
     reads_.add_raw_file("ten bytes." + stored.record);
     reads_.set_table(0, format::encode_checksum_table(std::vector{stored.sums}));
-    ReadRequest request = stored.request(ReadKind::bare);
+    OwnedRead request = stored.request(ReadKind::bare);
     request.region = Region::of_bytes(begin, bytes);
     reads_.add_to_host(request, bytes);
   }
@@ -235,7 +235,7 @@ TEST_P(BareRecord, ADamagedBlockIsFoundByAPartialRead) {
   add(stored_, bytes_.size() / 2 + 1, 1);
   const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::checksum_mismatch, 0));
-  EXPECT_TRUE(session->failure()->error.message().ends_with("delete torch_ckpt.checksums."));
+  EXPECT_TRUE(session->failure()->message().ends_with("delete torch_ckpt.checksums."));
 }
 
 TEST_P(BareRecord, ChecksumsOfAnotherSizeAreRefused) {
@@ -252,8 +252,8 @@ TEST_P(BareRecord, ARegionBeyondTheRecordIsRefused) {
 TEST_P(BareRecord, ARecordBeyondTheFileIsRefused) {
   stored_.record.pop_back();
   reads_.add_raw_file("ten bytes." + stored_.record);
-  ReadRequest request = stored_.request(ReadKind::bare);
-  request.length += 1;
+  OwnedRead request = stored_.request(ReadKind::bare);
+  request.stored.length += 1;
   request.region = Region::of_bytes(0, 1);
   reads_.add_to_host(request, 1);
   EXPECT_TRUE(failed(*reads_.run(), Errc::range_past_end, 0));
@@ -263,7 +263,7 @@ TEST_P(BareRecord, BytesThatLookLikeADamagedArchiveAreRead) {
   std::string archive = byte_record(bytes_);
   archive[archive.size() / 2] = static_cast<char>(archive[archive.size() / 2] ^ 1);
   reads_.add_raw_file(archive);
-  ReadRequest request = store_raw(archive).request(ReadKind::bare);
+  OwnedRead request = store_raw(archive).request(ReadKind::bare);
   request.region = Region::of_bytes(0, archive.size());
   reads_.add_to_host(request, archive.size());
   reads_.run_all();

@@ -32,11 +32,11 @@ constexpr std::size_t kMebi = std::size_t{1} << 20;
 /// Record, offset in the file and number of damaged bytes of a finding.
 using Found = std::tuple<std::size_t, std::uint64_t, std::uint64_t>;
 
-NamedRecord named(const Stored& stored) {
-  NamedRecord record;
+planning::StoredRecord named(const Stored& stored) {
+  planning::StoredRecord record;
   record.offset = stored.offset();
   record.length = stored.record.size();
-  record.tensor = !stored.sums.raw;
+  record.is_tensor = !stored.sums.raw;
   record.dtype = stored.header.dtype;
   record.sizes = stored.header.sizes;
   return record;
@@ -60,7 +60,7 @@ class Verified {
   std::size_t add_bytes(std::string bytes) {
     return add(store_raw(std::move(bytes), contents_.back().size()));
   }
-  NamedRecord& record(std::size_t number) { return records_[number]; }
+  planning::StoredRecord& record(std::size_t number) { return records_[number]; }
   /// The offset of the record's payload in the file.
   std::uint64_t payload_of(std::size_t number) const {
     return records_[number].offset + payloads_[number];
@@ -115,7 +115,7 @@ class Verified {
   std::vector<LoadFile> files_;
   std::vector<std::string> contents_;
   std::vector<std::vector<format::RecordSums>> sums_;
-  std::vector<NamedRecord> records_;
+  std::vector<planning::StoredRecord> records_;
   std::vector<std::uint64_t> payloads_;
 };
 

@@ -1,4 +1,4 @@
-#include "torch/tensor_target.h"
+#include "torch/tensor_read.h"
 
 #include <algorithm>
 #include <memory>
@@ -47,39 +47,35 @@ std::string text_of(const Extents& values) {
 
 }  // namespace
 
-std::uint64_t TensorTarget::region_bytes(std::uint64_t item_bytes) const {
+std::uint64_t TensorRead::region_bytes(std::uint64_t item_bytes) const {
   return checked_product(region_lengths) * item_bytes;
 }
 
-TensorTarget make_target(std::string name, std::size_t file, std::uint64_t offset,
-                         std::uint64_t length, ScalarType dtype, Tensor::Extents sizes,
-                         Tensor::Extents region_offsets, Tensor::Extents region_lengths,
-                         Tensor tensor) {
-  TensorTarget target{std::move(name),
-                      file,
-                      offset,
-                      length,
-                      dtype,
-                      checked_extents(sizes),
-                      checked_extents(region_offsets),
-                      checked_extents(region_lengths),
-                      std::move(tensor)};
+TensorRead make_read(planning::StoredRecord record, ScalarType dtype, Tensor::Extents sizes,
+                     Tensor::Extents region_offsets, Tensor::Extents region_lengths,
+                     Tensor tensor) {
+  record.is_tensor = true;
+  record.dtype = dtype.known();
+  record.sizes = checked_extents(sizes);
+  TensorRead read{std::move(record), dtype, checked_extents(region_offsets),
+                  checked_extents(region_lengths), std::move(tensor)};
+  const Extents& stored = read.record.sizes;
   if (region_lengths.empty() && !sizes.empty()) {
-    target.region_offsets.assign(sizes.size(), 0);
-    target.region_lengths = target.sizes;
+    read.region_offsets.assign(sizes.size(), 0);
+    read.region_lengths = stored;
   }
-  checked_product(target.sizes);
-  if (!planning::box_inside(target.sizes, target.region_offsets, target.region_lengths)) {
-    refuse(target.name + ": the requested region " + text_of(target.region_lengths) + " at " +
-           text_of(target.region_offsets) + " does not lie within the stored tensor of " +
-           text_of(target.sizes));
+  checked_product(stored);
+  if (!planning::box_inside(stored, read.region_offsets, read.region_lengths)) {
+    refuse(read.record.name + ": the requested region " + text_of(read.region_lengths) + " at " +
+           text_of(read.region_offsets) + " does not lie within the stored tensor of " +
+           text_of(stored));
   }
-  const Extents target_sizes = unsigned_of(target.tensor.sizes());
-  if (target_sizes != target.region_lengths) {
-    refuse(target.name + ": size mismatch: the target has " + text_of(target_sizes) +
-           ", the requested region has " + text_of(target.region_lengths));
+  const Extents target_sizes = unsigned_of(read.tensor.sizes());
+  if (target_sizes != read.region_lengths) {
+    refuse(read.record.name + ": size mismatch: the target has " + text_of(target_sizes) +
+           ", the requested region has " + text_of(read.region_lengths));
   }
-  return target;
+  return read;
 }
 
 Tensor mapped_tensor(const Extents& sizes, ScalarType dtype, std::uint64_t bytes) {
@@ -91,16 +87,16 @@ Tensor mapped_tensor(const Extents& sizes, ScalarType dtype, std::uint64_t bytes
                            std::move(pages));
 }
 
-Tensor region_in_storage(const TensorTarget& target, const Tensor& bytes,
+Tensor region_in_storage(const TensorRead& read, const Tensor& bytes,
                          const format::TensorHeader& header) {
   const auto strides = signed_of(header.strides);
   std::uint64_t offset = header.storage_offset;
   for (std::size_t d = 0; d < strides.size(); ++d) {
-    offset += target.region_offsets[d] * header.strides[d];
+    offset += read.region_offsets[d] * header.strides[d];
   }
-  const std::byte* const begin = bytes.data() + offset * target.dtype.item_bytes();
+  const std::byte* const begin = bytes.data() + offset * read.dtype.item_bytes();
   const auto owner = std::make_shared<const Tensor>(bytes);
-  return Tensor::on_memory(begin, signed_of(target.region_lengths), strides, target.dtype, owner)
+  return Tensor::on_memory(begin, signed_of(read.region_lengths), strides, read.dtype, owner)
       .lazily(header.conj, header.neg);
 }
 
