@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 import torch_ckpt
 from torch_ckpt import LoadReport, ReadOptions, RNGState
-from torch_ckpt.api import load_path
+from torch_ckpt.loading.session import load_path
 from torch_ckpt.state.states import States
 
 State = dict[str, Any]

@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from torch_ckpt.options import Background, ReadOptions, WriteOptions
     from torch_ckpt.publication.export import Export
     from torch_ckpt.publication.publish import publish
-    from torch_ckpt.retention import Retention
     from torch_ckpt.saving.handle import AsyncSave, check_for_errors
     from torch_ckpt.saving.host_memory import reserve_pool
     from torch_ckpt.saving.writer import FileSystemWriter
     from torch_ckpt.state.states import PerRank, RNGState
+    from torch_ckpt.steps.retention import Retention
     from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
 else:
     _MODULES = {
@@ -74,7 +74,7 @@ else:
         "options": ("Background", "ReadOptions", "WriteOptions"),
         "publication.export": ("Export",),
         "publication.publish": ("publish",),
-        "retention": ("Retention",),
+        "steps.retention": ("Retention",),
         "saving.handle": ("AsyncSave", "check_for_errors"),
         "saving.host_memory": ("reserve_pool",),
         "saving.writer": ("FileSystemWriter",),

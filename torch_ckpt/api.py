@@ -3,7 +3,7 @@
 They write and read the same files as ``dcp.save`` and ``dcp.load``, except for top-level values
 with a ``state_dict``, such as modules and optimizers: state/states.py saves and restores these.
 In a save, the engine plans, and ranks exchange plans and results in a compact form (saving/run.py).
-In a load (state/load_session.py), they exchange no plans.
+In a load (loading/session.py), they exchange no plans.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt._base.checks import names_of, require_choice
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.huggingface.model_target import ModelTarget, Safetensors, refuse_model_options
-from torch_ckpt.loading.load import Load, LoadArguments, Strict
+from torch_ckpt.loading.load import Load, Strict
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
+from torch_ckpt.loading.session import LoadSession, load_from
 from torch_ckpt.options import (
     DEFAULT_OPTIONS,
     DEFAULT_READ_OPTIONS,
@@ -43,12 +42,10 @@ from torch_ckpt.saving.handle import AsyncSave
 from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.saving.target import DirectoryTarget, Target
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.state import load_session
-from torch_ckpt.state.load_session import LoadSession
 from torch_ckpt.state.states import States
 
 if TYPE_CHECKING:
-    from typing_extensions import Never, Unpack  # in typing since Python 3.11
+    from typing_extensions import Never  # in typing since Python 3.11
 
 CheckpointId: TypeAlias = str | os.PathLike[str]
 
@@ -333,78 +330,6 @@ def load(
     )
 
 
-def load_from(
-    state_dict: StateDict,
-    source: Callable[[], Source],
-    reader: Callable[[], FileSystemReader],
-    *,
-    planner: LoadPlanner | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False,
-    strict: Strict = True,
-    names: Names = None,
-    rename: Rename = None,
-    free_before_read: bool = False,
-    timeout: float = TIMEOUT_SECONDS,
-    restores_structure: bool = False,
-) -> LoadReport | Checkpoint:
-    """Loads from a source or, with a planner, by ``dcp.load`` with a reader; see :func:`load`.
-
-    Args:
-        source, reader: create them. If that fails, the load fails on all ranks.
-        restores_structure: see :class:`LoadSession`. Ignored with a planner.
-    """
-    group = RankGroup.of(process_group, no_dist)
-    if planner is None:
-        return load_session.load(
-            state_dict,
-            source,
-            group,
-            process_group=process_group,
-            strict=strict,
-            names=names,
-            rename=rename,
-            free_before_read=free_before_read,
-            timeout=timeout,
-            restores_structure=restores_structure,
-        )
-    ranks = Exchange.open(group, "load", timeout)
-    with ranks:
-        States(state_dict)
-        if not strict or names is not None or rename is not None or free_before_read:
-            raise ValueError(
-                "strict=False, names, rename and free_before_read do not work with a planner. Omit "
-                "them, or load without a planner."
-            )
-        _require_states(state_dict)
-        opened = reader()
-        opened.process_group = process_group
-    with raised_as_ours(ranks.rank):
-        dcp_load(
-            state_dict,
-            storage_reader=opened,
-            planner=planner,
-            process_group=process_group,
-            no_dist=not ranks.distributed,
-        )
-    return Checkpoint(str(opened.checkpoint_id))
-
-
-def load_path(
-    state_dict: StateDict,
-    path: CheckpointId,
-    options: ReadOptions,
-    **arguments: Unpack[LoadArguments],
-) -> LoadReport | Checkpoint:
-    """Loads a local checkpoint; see :func:`load_from`."""
-    return load_from(
-        state_dict,
-        lambda: Source(path, options),
-        lambda: FileSystemReader(path, **named_options(options)),
-        **arguments,
-    )
-
-
 def open(checkpoint_id: CheckpointId, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Checkpoint:
     """Opens a checkpoint, to list and read its values one by one.
 
@@ -548,15 +473,3 @@ def require_path(caller: str, checkpoint_id: object) -> None:
         )
     if not os.fspath(checkpoint_id):
         raise ValueError("checkpoint_id is empty. Pass '.' for the current directory.")
-
-
-def _require_states(state_dict: StateDict) -> None:
-    """Raises ValueError if the state dict has an optimizer that ``dcp.load`` would not restore."""
-    for key, value in state_dict.items():
-        if isinstance(value, torch.optim.Optimizer) and not value.state:
-            raise ValueError(
-                f"{key}: this optimizer has no state yet, so dcp.load would not restore it, and "
-                "dcp.load is used with a planner or a file system that is not local. Load local "
-                "files without a planner, or pass get_optimizer_state_dict(model, optimizer) from "
-                "torch.distributed.checkpoint.state_dict."
-            )

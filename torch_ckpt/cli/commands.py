@@ -252,7 +252,7 @@ def collect_steps(arguments: argparse.Namespace) -> ExitCode:
     if arguments.keep_best is not None and arguments.metric is None:
         raise CheckpointError("--keep-best needs --metric NAME, the metric to compare by")
     from torch_ckpt.cli.steps import collect
-    from torch_ckpt.retention import Retention
+    from torch_ckpt.steps.retention import Retention
 
     retention = Retention(
         keep_last=arguments.keep_last,

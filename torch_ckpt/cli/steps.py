@@ -12,8 +12,8 @@ from torch_ckpt._base.formatting import Block, Report, Table, duration, plural, 
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture, newest_of
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.retention import Retention
 from torch_ckpt.steps import MARKER_NAME, StepInfo, StepStore
+from torch_ckpt.steps.retention import Retention
 
 _OnProgress = Callable[[Progress], None] | None
 

@@ -2,8 +2,9 @@
 
 1. When a manager is created, a sweep removes or completes what crashes have left behind
    (csrc/directory/step.h).
-2. After each save, rank 0 deletes the steps that are stale or that no rule keeps (retention.py), up
-   to the saved step. A step that a process is loading is not deleted until after a later save.
+2. After each save, rank 0 deletes the steps that are stale or that no rule keeps
+   (steps/retention.py), up to the saved step. A step that a process is loading is not deleted until
+   after a later save.
 3. The rules never delete a step that this process is reading, or the step that was verified last.
 4. Explicit deletions, pins and the choice of a step to restore are queued after these deletions.
 
@@ -24,8 +25,8 @@ from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.events import Event
 from torch_ckpt.ranks.failures import causes
-from torch_ckpt.retention import Retention
 from torch_ckpt.steps import StepInfo, StepStore
+from torch_ckpt.steps.retention import Retention
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@
    its error is raised or counted on all ranks.
 3. The state is copied, and a background save writes the step's directory (saver.py,
    csrc/directory/step.h). The step is complete once the directory has its final name.
-4. A thread on rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
+4. A thread on rank 0 then deletes the steps that no rule keeps (deletions.py, steps/retention.py).
 5. ``restore(state)`` loads the newest complete step (checkpoint/lineage.py) that rank 0 sees. If
    that step is damaged, all ranks fall back to the step before it (restoring.py).
 """
@@ -61,10 +61,10 @@ from torch_ckpt.manager.timeline import Timeline
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 from torch_ckpt.publication.export import Export
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
-from torch_ckpt.retention import Retention
 from torch_ckpt.saving.host_memory import reserve_for_state
 from torch_ckpt.state.states import BeforeSave, require_state
 from torch_ckpt.steps import StepInfo, StepStore, open_steps, step_name
+from torch_ckpt.steps.retention import Retention
 from torch_ckpt.steps.root_lease import Lease
 
 if TYPE_CHECKING:

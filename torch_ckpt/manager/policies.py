@@ -12,8 +12,8 @@ from torch_ckpt._base.checks import require_at_least, require_choice, require_in
 from torch_ckpt.intervals import AutoInterval
 from torch_ckpt.multihost.preemption import signal_numbers
 from torch_ckpt.options import ReadOptions, WriteOptions
-from torch_ckpt.retention import Retention
 from torch_ckpt.saving.replica_check import MODES
+from torch_ckpt.steps.retention import Retention
 
 #: Number of steps between saves; time between saves; "auto" for an :class:`AutoInterval` with its
 #: defaults; or a function of the step, which must return the same result on all ranks.

@@ -50,12 +50,12 @@ from torch_ckpt.options import WriteOptions
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import causes, dead_ranks
 from torch_ckpt.ranks.group import RankGroup, group_for
-from torch_ckpt.retention import Retention
 from torch_ckpt.saving.handle import AsyncSave, start
 from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.saving.target import Target
 from torch_ckpt.state.states import BeforeSave, States
 from torch_ckpt.steps import encoded_marker, parsed_marker
+from torch_ckpt.steps.retention import Retention
 
 #: Seconds for which a due save waits at most for ranks that were declared dead.
 _REJOIN_SECONDS = 10.0

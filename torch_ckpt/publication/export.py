@@ -9,7 +9,7 @@ from torch_ckpt.huggingface.model_target import Safetensors, StrPath
 from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
 from torch_ckpt.publication.publish import DEFAULT_FORMAT, refuse_options, version_options
 from torch_ckpt.publication.version_target import VersionTarget
-from torch_ckpt.retention import Retention
+from torch_ckpt.steps.retention import Retention
 
 if TYPE_CHECKING:
     from typing_extensions import Never  # in typing since Python 3.11

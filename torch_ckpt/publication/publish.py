@@ -13,10 +13,10 @@ from torch_ckpt.huggingface.model_target import Safetensors, StrPath, refuse_mod
 from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
 from torch_ckpt.publication.version_target import VersionTarget
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
-from torch_ckpt.retention import Retention
 from torch_ckpt.saving.handle import AsyncSave, save, start
 from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.steps import step_name
+from torch_ckpt.steps.retention import Retention
 
 if TYPE_CHECKING:
     from typing_extensions import Never  # in typing since Python 3.11

@@ -14,7 +14,6 @@ from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.model_target import ModelTarget, NewDirectory, Safetensors, StrPath
 from torch_ckpt.options import WriteOptions
-from torch_ckpt.retention import Retention
 from torch_ckpt.saving.save_plan import SavePlan
 from torch_ckpt.saving.write import Written
 from torch_ckpt.steps import (
@@ -25,6 +24,7 @@ from torch_ckpt.steps import (
     encoded_marker,
     step_name,
 )
+from torch_ckpt.steps.retention import Retention
 
 
 class VersionTarget(ModelTarget):

@@ -19,8 +19,8 @@ from torch_ckpt._base.log import warn
 from torch_ckpt._base.wrapped_optimizers import unwrapped
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.load import Placeholder, Stored
 from torch_ckpt.state.parameter_groups import pair_groups
+from torch_ckpt.state.placeholders import Placeholder, Stored
 from torch_ckpt.state.splitting import (
     OBJECTS,
     StateDict,

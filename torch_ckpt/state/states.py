@@ -39,7 +39,6 @@ from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.load import OptionalObject
 from torch_ckpt.ranks.failures import of_torch
 from torch_ckpt.ranks.group import own_rank
 from torch_ckpt.state.optimizers import (
@@ -50,6 +49,7 @@ from torch_ckpt.state.optimizers import (
     to_stock_layout,
 )
 from torch_ckpt.state.parameter_names import ParameterNames
+from torch_ckpt.state.placeholders import OptionalObject
 from torch_ckpt.state.splitting import StateDict, split_state, wrap_state
 from torch_ckpt.state.state_targets import ModuleTarget, StateTarget, fill, is_tensor_of_module
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
     from torch_ckpt.checkpoint.opened import Checkpoint
-    from torch_ckpt.loading.load import LoadArguments
     from torch_ckpt.loading.report import LoadReport
+    from torch_ckpt.loading.session import LoadArguments
     from torch_ckpt.saving.target import Target
 
 
@@ -127,7 +127,7 @@ class LocalSteps(StepStore):
         options: ReadOptions = DEFAULT_READ_OPTIONS,
         **arguments: Unpack[LoadArguments],
     ) -> LoadReport | Checkpoint:
-        from torch_ckpt.api import load_path
+        from torch_ckpt.loading.session import load_path
 
         return load_path(state_dict, self.path_of(step), options, **arguments)
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
     from torch_ckpt.checkpoint.opened import Checkpoint
-    from torch_ckpt.loading.load import LoadArguments
     from torch_ckpt.loading.report import LoadReport
+    from torch_ckpt.loading.session import LoadArguments
     from torch_ckpt.saving.target import Target
 
 #: Age of the newest file, in seconds, after which a step without a marker counts as a leftover.
@@ -172,7 +172,7 @@ class RemoteSteps(StepStore):
         options: ReadOptions = DEFAULT_READ_OPTIONS,
         **arguments: Unpack[LoadArguments],
     ) -> LoadReport | Checkpoint:
-        from torch_ckpt.api import load_from
+        from torch_ckpt.loading.session import load_from
         from torch_ckpt.steps.remote_reader import RemoteReader, RemoteSource
 
         files, staging = self._files.below(step_name(step)), self._staging_dir

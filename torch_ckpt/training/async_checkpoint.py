@@ -14,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt import _core
 from torch_ckpt._base.checks import check_options, names_of
-from torch_ckpt.api import LOAD_OPTIONS, async_save, load_path
+from torch_ckpt.api import LOAD_OPTIONS, async_save
 from torch_ckpt.checkpoint.metrics import SaveMetrics
+from torch_ckpt.loading.session import load_path
 from torch_ckpt.options import DEFAULT_READ_OPTIONS
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 from torch_ckpt.saving.handle import AsyncSave

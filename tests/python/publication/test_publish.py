@@ -16,8 +16,8 @@ from tests.fault_hooks import failing
 from tests.support import StateDict, assert_equal, cause_of, random_tensor
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.publication.publish import Version, async_publish
-from torch_ckpt.retention import Retention
 from torch_ckpt.steps import open_steps
+from torch_ckpt.steps.retention import Retention
 
 
 def model(seed: int = 1) -> StateDict:

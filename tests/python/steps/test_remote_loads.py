@@ -26,9 +26,9 @@ from tests.support import assert_equal, cause_of, random_tensor
 from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import encode_metadata
 from torch_ckpt.errors import Corrupt, Unsafe
+from torch_ckpt.loading.session import load
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.ranks.group import RankGroup
-from torch_ckpt.state.load_session import load
 from torch_ckpt.steps import MARKER_NAME
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.remote_files import _callback

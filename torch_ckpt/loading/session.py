@@ -11,13 +11,16 @@ With ``free_before_read``, steps 2 and 3 are made for one top-level key at a tim
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import refuse_capture
@@ -25,19 +28,39 @@ from torch_ckpt._base.formatting import MOST_NAMES, some_of
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.chunks import chunks_here
 from torch_ckpt.checkpoint.dtypes import warn_of_lost_precision
+from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.load import Load, Match, StateDict, Strict, T
 from torch_ckpt.loading.page_cache import RankReads, require_one_version, share_bytes
+from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
-from torch_ckpt.options import LEAST_INFLIGHT_BYTES
+from torch_ckpt.options import LEAST_INFLIGHT_BYTES, ReadOptions, named_options
 from torch_ckpt.ranks.exchange import Exchange
-from torch_ckpt.ranks.failures import CheckpointFailed
+from torch_ckpt.ranks.failures import CheckpointFailed, raised_as_ours
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.state.splitting import OBJECTS
 from torch_ckpt.state.states import States
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since Python 3.11
+
+
+class LoadArguments(TypedDict, total=False):
+    """Further arguments of functions that load; see :func:`torch_ckpt.load`. For
+    ``restores_structure``, see :class:`LoadSession`."""
+
+    planner: LoadPlanner | None
+    process_group: dist.ProcessGroup | None
+    no_dist: bool
+    strict: Strict
+    names: Names
+    rename: Rename
+    free_before_read: bool
+    timeout: float
+    restores_structure: bool
 
 
 class _RankPlan(NamedTuple):
@@ -107,6 +130,91 @@ def load(
     except CheckpointFailed as error:
         # Drop the frames, which only show the exchange between ranks. The causes keep their own.
         raise error.with_traceback(None) from error.__cause__
+
+
+def load_from(
+    state_dict: StateDict,
+    source: Callable[[], Source],
+    reader: Callable[[], FileSystemReader],
+    *,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    strict: Strict = True,
+    names: Names = None,
+    rename: Rename = None,
+    free_before_read: bool = False,
+    timeout: float = TIMEOUT_SECONDS,
+    restores_structure: bool = False,
+) -> LoadReport | Checkpoint:
+    """Loads from a source or, with a planner, by ``dcp.load`` with a reader. See
+    :func:`torch_ckpt.load`.
+
+    Args:
+        source, reader: create them. If that fails, the load fails on all ranks.
+        restores_structure: see :class:`LoadSession`. Ignored with a planner.
+    """
+    group = RankGroup.of(process_group, no_dist)
+    if planner is None:
+        return load(
+            state_dict,
+            source,
+            group,
+            process_group=process_group,
+            strict=strict,
+            names=names,
+            rename=rename,
+            free_before_read=free_before_read,
+            timeout=timeout,
+            restores_structure=restores_structure,
+        )
+    ranks = Exchange.open(group, "load", timeout)
+    with ranks:
+        States(state_dict)
+        if not strict or names is not None or rename is not None or free_before_read:
+            raise ValueError(
+                "strict=False, names, rename and free_before_read do not work with a planner. Omit "
+                "them, or load without a planner."
+            )
+        _require_states(state_dict)
+        opened = reader()
+        opened.process_group = process_group
+    with raised_as_ours(ranks.rank):
+        dcp_load(
+            state_dict,
+            storage_reader=opened,
+            planner=planner,
+            process_group=process_group,
+            no_dist=not ranks.distributed,
+        )
+    return Checkpoint(str(opened.checkpoint_id))
+
+
+def load_path(
+    state_dict: StateDict,
+    path: str | os.PathLike[str],
+    options: ReadOptions,
+    **arguments: Unpack[LoadArguments],
+) -> LoadReport | Checkpoint:
+    """Loads a local checkpoint; see :func:`load_from`."""
+    return load_from(
+        state_dict,
+        lambda: Source(path, options),
+        lambda: FileSystemReader(path, **named_options(options)),
+        **arguments,
+    )
+
+
+def _require_states(state_dict: StateDict) -> None:
+    """Raises ValueError if the state dict has an optimizer that ``dcp.load`` would not restore."""
+    for key, value in state_dict.items():
+        if isinstance(value, torch.optim.Optimizer) and not value.state:
+            raise ValueError(
+                f"{key}: this optimizer has no state yet, so dcp.load would not restore it, and "
+                "dcp.load is used with a planner or a file system that is not local. Load local "
+                "files without a planner, or pass get_optimizer_state_dict(model, optimizer) from "
+                "torch.distributed.checkpoint.state_dict."
+            )
 
 
 class LoadSession:
