@@ -16,8 +16,7 @@ from torch_ckpt._core import (
     ProcessChannel,
     WrittenFiles,
 )
-from torch_ckpt.checkpoint.read_options import ReadOptions
-from torch_ckpt.options import Background
+from torch_ckpt.options import Background, ReadOptions
 
 #: True if the engine can copy from CUDA devices.
 has_cuda: bool

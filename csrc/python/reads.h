@@ -61,7 +61,7 @@ inline std::vector<engine::LoadFile> files_with_tables(const index::NameTable& n
   return files;
 }
 
-/// options: a torch_ckpt.checkpoint.read_options.ReadOptions.
+/// options: a torch_ckpt.ReadOptions.
 inline engine::LoadOptions load_options(const pybind11::handle& options, const Events& ready = {}) {
   auto load = read_options<engine::LoadOptions>(options);
   load.verify = options.attr("verify").cast<bool>();

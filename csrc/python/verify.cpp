@@ -29,7 +29,7 @@ void add(CheckpointVerification& verification, const index::CheckpointIndex& ind
   interrupts.run([&] { return verification.add(index, interrupts.check()); });
 }
 
-/// options: a torch_ckpt.checkpoint.read_options.ReadOptions.
+/// options: a torch_ckpt.ReadOptions.
 void run(CheckpointVerification& verification, const py::object& options,
          const py::object& progress) {
   const auto verify = read_options<engine::VerifyOptions>(options);
