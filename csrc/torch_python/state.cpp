@@ -79,8 +79,9 @@ py::bytes encoded(const std::vector<std::uint32_t>& numbers) {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(numbers[0])};
 }
 
-/// Returns the number, the row and the value of each item that Python must convert for the engine,
-/// and the number of the item among those of its row. The value of a DTensor is its local tensor.
+/// Returns a tuple for each item that Python must convert for the engine: the number of the item,
+/// its row, its value, and its number among the items of the row. The value of a DTensor is the
+/// local tensor.
 py::list unready_values(const FlatState& state, const py::bytes& assignment) {
   py::list values;
   for (const std::uint32_t item : state.unready(numbers_of(assignment))) {

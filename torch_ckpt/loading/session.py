@@ -48,19 +48,24 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
 
-class LoadArguments(TypedDict, total=False):
-    """Further arguments of functions that load; see :func:`torch_ckpt.load`. For
-    ``restores_structure``, see :class:`LoadSession`."""
+class EngineArguments(TypedDict, total=False):
+    """Arguments of :func:`load`; see :func:`torch_ckpt.load` and, for ``restores_structure``,
+    :class:`LoadSession`."""
 
-    planner: LoadPlanner | None
-    process_group: dist.ProcessGroup | None
-    no_dist: bool
     strict: Strict
     names: Names
     rename: Rename
     free_before_read: bool
     timeout: float
     restores_structure: bool
+
+
+class LoadArguments(EngineArguments, total=False):
+    """Further arguments of :func:`load_from`."""
+
+    planner: LoadPlanner | None
+    process_group: dist.ProcessGroup | None
+    no_dist: bool
 
 
 class _RankPlan(NamedTuple):
@@ -140,38 +145,23 @@ def load_from(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    strict: Strict = True,
-    names: Names = None,
-    rename: Rename = None,
-    free_before_read: bool = False,
-    timeout: float = TIMEOUT_SECONDS,
-    restores_structure: bool = False,
+    **arguments: Unpack[EngineArguments],
 ) -> LoadReport | Checkpoint:
     """Loads from a source or, with a planner, by ``dcp.load`` with a reader. See
     :func:`torch_ckpt.load`.
 
     Args:
         source, reader: create them. If that fails, the load fails on all ranks.
-        restores_structure: see :class:`LoadSession`. Ignored with a planner.
+        arguments: see :func:`load`. ``restores_structure`` has no effect with a planner.
     """
     group = RankGroup.of(process_group, no_dist)
     if planner is None:
-        return load(
-            state_dict,
-            source,
-            group,
-            process_group=process_group,
-            strict=strict,
-            names=names,
-            rename=rename,
-            free_before_read=free_before_read,
-            timeout=timeout,
-            restores_structure=restores_structure,
-        )
-    ranks = Exchange.open(group, "load", timeout)
+        return load(state_dict, source, group, process_group=process_group, **arguments)
+    ranks = Exchange.open(group, "load", arguments.get("timeout", TIMEOUT_SECONDS))
     with ranks:
         States(state_dict)
-        if not strict or names is not None or rename is not None or free_before_read:
+        chooses = any(arguments.get(name) is not None for name in ("names", "rename"))
+        if chooses or not arguments.get("strict", True) or arguments.get("free_before_read"):
             raise ValueError(
                 "strict=False, names, rename and free_before_read do not work with a planner. Omit "
                 "them, or load without a planner."

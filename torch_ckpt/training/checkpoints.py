@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_ckpt.training.file_operations import StrPath, join
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch_ckpt.loading.report import LoadReport, Names
     from torch_ckpt.options import ReadOptions, WriteOptions
     from torch_ckpt.steps import StepStore
+
+    _Options = TypeVar("_Options", WriteOptions, ReadOptions)
 
 _TIMEOUT_SECONDS = 300.0
 
@@ -97,13 +99,7 @@ def save_checkpoint(
 
     if removed:
         refuse_options(save_checkpoint, removed, options=WriteOptions)
-    options = WriteOptions() if options is None else options
-    if max_io_threads is not None:
-        if options.thread_count is not None:
-            raise ValueError(
-                "max_io_threads and thread_count are the same option; pass one of them"
-            )
-        options = dataclasses.replace(options, thread_count=max_io_threads)
+    options = _with_io_threads(WriteOptions() if options is None else options, max_io_threads)
     opened: list[StepStore] = []
 
     def begin() -> tuple[str, bool]:
@@ -197,13 +193,7 @@ def load_checkpoint_if_it_exists(
 
     if removed:
         refuse_options(load_checkpoint_if_it_exists, removed, options=ReadOptions)
-    options = ReadOptions() if options is None else options
-    if max_io_threads is not None:
-        if options.thread_count is not None:
-            raise ValueError(
-                "max_io_threads and thread_count are the same option; pass one of them"
-            )
-        options = dataclasses.replace(options, thread_count=max_io_threads)
+    options = _with_io_threads(ReadOptions() if options is None else options, max_io_threads)
     opened: list[StepStore] = []
 
     def list_steps() -> tuple[int | None, str, list[str]]:
@@ -265,6 +255,15 @@ def load_checkpoint_if_it_exists(
         for text in warned:
             warnings.warn(text, stacklevel=2)
     return newest or 0
+
+
+def _with_io_threads(options: _Options, max_io_threads: int | None) -> _Options:
+    """Returns options with ``max_io_threads`` as the number of threads, unless it is None."""
+    if max_io_threads is None:
+        return options
+    if options.thread_count is not None:
+        raise ValueError("max_io_threads and thread_count are the same option; pass one of them")
+    return dataclasses.replace(options, thread_count=max_io_threads)
 
 
 def _unused_names(report: LoadReport, state: dict[str, Any]) -> set[str]:
