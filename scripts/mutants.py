@@ -8,7 +8,9 @@
 2. Each mutant is applied to a copy of the tree, and C++ is built there. If it does not compile, it
    is skipped.
 3. The tests of `make test` run until one fails, starting with those of the changed package and
-   those that name the changed module. A mutant survives if no test detects it in ``--seconds``.
+   those that name the changed module. A failure counts only if the same test fails again on its
+   own, so that a busy machine detects nothing. A mutant survives if no test detects it in
+   ``--seconds``.
 4. The other tests of `make test-full` run on the mutants that survived.
 
 ``--mutants FILE`` repeats the mutants of an earlier run's results if their lines still exist, to
@@ -185,25 +187,49 @@ class Copy:
             is_tested = is_core and lane == "test"
             if is_tested and not self._build_tests():
                 raise DoesNotCompile
-            tests = ["build/test/torch_ckpt_tests", "--gtest_brief=1", "--gtest_fail_fast"]
-            code, output = self._run(tests, HANGS_AFTER_SECONDS) if is_tested else (0, "")
-            if code != 0:
-                failed = re.search(r"FAILED +\] (\S+?),? ", output)
-                return failed.group(1) if failed else f"exit {code} of the C++ tests"
+            failed = self._failed_cpp_test() if is_tested else None
+            if failed is not None:
+                return failed
             if not self._build_extension():
                 raise DoesNotCompile
         for marker, parallel, files in self._runs(mutant, LANES[lane]):
-            left = until - time.monotonic()
-            if left <= 0:
+            failed = self._failed_python_test(marker, parallel, files, until)
+            if failed is not None:
+                return failed
+        return None
+
+    def _failed_cpp_test(self) -> str | None:
+        """Returns the C++ test that fails twice, or another failure; None if all pass."""
+        tests = ["build/test/torch_ckpt_tests", "--gtest_brief=1", "--gtest_fail_fast"]
+        for _ in range(2):
+            code, output = self._run(tests, HANGS_AFTER_SECONDS)
+            if code == 0:
                 return None
-            # A test that hangs detects the mutant, too.
-            options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={HANGS_AFTER_SECONDS}"]
-            options.append(f"--deselect={FAILS_IN_A_COPY}")
-            pytest = [self._python, "-m", "pytest", "-m", marker, *options, *parallel, *files]
-            code, output = self._run(pytest, left)
-            if code not in (0, 5) and not (code == TIMED_OUT and time.monotonic() >= until):
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-                return failed.group(1) if failed else f"exit {code} of {files[0]}"
+        failed = re.search(r"FAILED +\] (\S+?),? ", output)
+        return failed.group(1) if failed else f"exit {code} of the C++ tests"
+
+    def _failed_python_test(
+        self, marker: str, parallel: list[str], files: list[str], until: float
+    ) -> str | None:
+        """Returns the Python test that fails, and fails again on its own; None if there is none
+        until the time ``until`` of the monotonic clock."""
+        # A test that hangs detects the mutant, too.
+        options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={HANGS_AFTER_SECONDS}"]
+        passed_alone = [FAILS_IN_A_COPY]
+        while (left := until - time.monotonic()) > 0:
+            deselected = [f"--deselect={test}" for test in passed_alone]
+            pytest = [self._python, "-m", "pytest", "-m", marker, *options]
+            code, output = self._run([*pytest, *deselected, *parallel, *files], left)
+            if code in (0, 5) or (code == TIMED_OUT and time.monotonic() >= until):
+                return None
+            found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+            failed = found.group(1) if found else None
+            if failed is None or "::" not in failed:
+                return failed or f"exit {code} of {files[0]}"
+            code, _ = self._run([*pytest, failed], 2 * HANGS_AFTER_SECONDS)
+            if code not in (0, 5):
+                return failed
+            passed_alone.append(failed)
         return None
 
     def _build_tests(self) -> bool:
