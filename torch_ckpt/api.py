@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -116,12 +117,7 @@ def save(
         torch_ckpt.save(get_model_state_dict(model), "exports/final", format="safetensors")
     """
     group = RankGroup.of(process_group, no_dist)
-
-    def target() -> Target:
-        if removed:
-            refuse_model_options(save, removed)
-        return target_of("save", checkpoint_id, format, options)
-
+    target = partial(target_of, save, checkpoint_id, format, options, removed)
     if planner is None:
         return handle.save(
             state_dict, target, group, timeout=timeout, check_replicas=check_replicas
@@ -132,7 +128,7 @@ def save(
             if not isinstance(target(), DirectoryTarget):
                 raise ValueError('a planner can only save in the format "checkpoint"')
             writer = FileSystemWriter(checkpoint_id, **named_options(options))
-            stack.enter_context(handle.exclusive_save(ranks))
+            stack.enter_context(handle.saves.exclusive(ranks))
         # dcp.save does not notify a writer of a failed save.
         stack.callback(writer.abandon)
         with raised_as_ours(ranks.rank):
@@ -210,15 +206,9 @@ def async_save(
         train_one_step()
         handle.result()  # waits until the checkpoint is durable and visible
     """
-
-    def target() -> Target:
-        if removed:
-            refuse_model_options(async_save, removed)
-        return target_of("async_save", checkpoint_id, format, options)
-
     return handle.start(
         state_dict,
-        target,
+        partial(target_of, async_save, checkpoint_id, format, options, removed),
         RankGroup.of(process_group, no_dist),
         staging=staging,
         if_busy=if_busy,
@@ -447,15 +437,21 @@ def _open_session(
 
 
 def target_of(
-    caller: str, checkpoint_id: CheckpointId, format: Format, options: WriteOptions
+    caller: Callable[..., object],
+    checkpoint_id: CheckpointId,
+    format: Format,
+    options: WriteOptions,
+    removed: dict[str, Any],
 ) -> Target:
     """Returns the target of a save.
 
     Args:
-        caller: name of the function that the user called.
-        checkpoint_id, format, options: see :func:`save`.
+        caller: the function that the user called.
+        checkpoint_id, format, options, removed: see :func:`save`.
     """
-    require_path(caller, checkpoint_id)
+    if removed:
+        refuse_model_options(caller, removed)
+    require_path(caller.__name__, checkpoint_id)
     if isinstance(format, Safetensors):
         return ModelTarget(checkpoint_id, format, options)
     require_choice("format", format, ("checkpoint", "safetensors"))

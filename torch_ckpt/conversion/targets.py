@@ -192,13 +192,14 @@ def write_dcp(source: Input, target: Output) -> list[str]:
     results: list[WriteResult] = []
     written_to.open(0, 1)
     assert written_to.lease is not None
-    layout = written_to.lease.tag.encode()
+    directory = written_to.directory
+    prefix = f"__0_{written_to.lease.tag}"
 
     def write(names: list[str], values: list[Any]) -> None:
         sources = _C.SaveSources()
         for name, value in zip(names, values, strict=True):
             sources.add(name, value)
-        written = _write(*written_to.files(layout), sources, target)
+        written = _write(directory, _core.choose_prefix(directory, prefix), sources, target)
         results.extend(results_of([items[name] for name in names], written))
 
     try:
@@ -206,7 +207,7 @@ def write_dcp(source: Input, target: Output) -> list[str]:
         for wave in in_waves(_sizes(source.tensors), target.wave_bytes):
             write(wave, source.read(wave))
             target.wrote(sum(source.tensors[name].nbytes for name in wave))
-        data = encoded_with([results], metadata, storage_meta, written_to.directory)
+        data = encoded_with([results], metadata, storage_meta, directory)
         written_to.publish(data, {result.storage_data.relative_path for result in results})
     except BaseException:
         # Remove the files of all waves.

@@ -116,11 +116,15 @@ class NewDirectory:
     """A directory that the coordinator has created under a temporary name.
 
     If it is dropped before publish(), the directory is removed.
+
+    Attributes:
+        name: the name that the directory gets when it is published.
     """
 
     def __init__(
         self, parent: OpenDirectory, name: str, replace: bool, copied: Collection[str]
     ) -> None:
+        self.name = name
         self._save = _core.ModelSave(parent, name, replace, list(copied))
         self._discard = weakref.finalize(self, _discard, self._save, os.getpid())
 
@@ -238,6 +242,9 @@ class ModelTarget(Target):
     def lay_out(self, plan: SavePlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         """Lays out the files, and creates the directory under a temporary name.
 
+        Returns:
+            For each rank: the directory's name, its temporary name, and the places of the tensors.
+
         Raises:
             CheckpointError: the files cannot hold a value.
             FileExistsError: the directory exists and must not be replaced.
@@ -255,11 +262,9 @@ class ModelTarget(Target):
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         self._save = self.new_directory()
-        name = self._save.temporary.encode()
+        names = f"{self._save.name}\0{self._save.temporary}\0".encode()
         offers = [one.memory for one in opened]
-        return [
-            name + b"\0" + places for places in self._layout.places_of_plan(coordinator, offers)
-        ]
+        return [names + places for places in self._layout.places_of_plan(coordinator, offers)]
 
     def new_directory(self) -> NewDirectory:
         """Creates the directory under a temporary name, on the coordinator."""
@@ -267,14 +272,14 @@ class ModelTarget(Target):
         name = Path(self.path).name
         return NewDirectory(self._directory, name, self.options.overwrite, self._copied)
 
-    def sources(self, state: SaveState, items: bytes, layout: bytes) -> _C.SaveSources:
-        _name, _end, places = layout.partition(b"\0")
-        return state.parts(items, places, self._dtype)
-
-    def files(self, layout: bytes) -> tuple[OpenDirectory, str]:
+    def files(
+        self, state: SaveState, items: bytes, layout: bytes
+    ) -> tuple[OpenDirectory, str, _C.SaveSources]:
         assert self._directory is not None
-        name, _end, _places = layout.partition(b"\0")
-        return self._directory.open_directory(name.decode()), ""
+        name, temporary, places = layout.split(b"\0", 2)
+        self.path = str(self._parent / name.decode())
+        sources = state.parts(items, places, self._dtype)
+        return self._directory.open_directory(temporary.decode()), "", sources
 
     def commit(self, plan: SavePlan, written: list[Written]) -> bytes:
         save, layout = self._save, self._layout

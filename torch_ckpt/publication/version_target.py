@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from contextlib import closing
+from pathlib import Path
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER, warn
@@ -35,9 +36,6 @@ class VersionTarget(ModelTarget):
         format, options: see :class:`ModelTarget`.
         newest_valid: for exports: versions with larger numbers are stale. Those that are not older
             than the new version are deleted before it gets its name. None: no version is stale.
-
-    Attributes:
-        number: number of the version, on every rank when the save has written its files.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class VersionTarget(ModelTarget):
         self._delta = delta
         self._keep = keep
         self._newest_valid = newest_valid
-        self.number = 0
         # Set on the coordinator.
         self._root: OpenDirectory | None = None
         self._base_step: int | None = None
@@ -70,6 +67,11 @@ class VersionTarget(ModelTarget):
 
     def _describe(self) -> str:
         return f"{super()._describe()}, base={self._base}, delta={self._delta}"
+
+    @property
+    def number(self) -> int:
+        """The number of the version, once the save has laid out its files."""
+        return int(Path(self.path).name)
 
     @property
     def _steps(self) -> LocalSteps:
@@ -148,12 +150,6 @@ class VersionTarget(ModelTarget):
                 f"are {versions or 'none'}"
             )
         return int(self._base)
-
-    def files(self, layout: bytes) -> tuple[OpenDirectory, str]:
-        # All ranks know the number from the temporary name.
-        self.number = int(layout.removeprefix(b".").partition(b".")[0])
-        self.path = str(self._parent / step_name(self.number))
-        return super().files(layout)
 
     def complete(
         self,

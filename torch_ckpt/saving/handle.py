@@ -29,10 +29,9 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from torch_ckpt import _C, _core
+from torch_ckpt import _core
 from torch_ckpt._base import exit_threads
 from torch_ckpt._base.checks import require_choice
-from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
@@ -58,14 +57,6 @@ T = TypeVar("T")
 
 #: The error of the engine, in csrc/engine/save_session.cpp.
 _INHERITED = "the save belongs to the process that forked this one; wait for it in that process"
-
-# What to do about SourceChanged.
-_ADVICE = (
-    "Before the next step, call guard(optimizer) or wait until the save is staged (wait_staged() "
-    'of its handle, or wait_until_staged() of a manager); or save with staging="blocking". '
-    "Buffers, such as the statistics of BatchNorm, change in the forward pass, which guard() does "
-    "not delay: wait before the forward pass"
-)
 
 
 class _Reporting(Future[T]):
@@ -123,19 +114,22 @@ class BackgroundSave(SaveRun):
         warn_unchanged: bool,
         is_reported: bool,
     ) -> None:
-        super().__init__(target, ranks, plan, check_replicas, begun)
-        assert state.watch is not None
+        super().__init__(
+            target,
+            ranks,
+            plan,
+            check_replicas,
+            begun,
+            snapshot=state,
+            is_blocking=is_blocking,
+        )
         self.staged: Future[None] = _Reporting(self)
         self.committed: Future[Checkpoint] = _Reporting(self)
         self.is_reported = is_reported
         self.is_inherited = False
         self.unchanged: UnchangedDetector | None = None
-        self._state = state
         self.metrics.state_bytes = state.tensor_bytes
-        self._write = _C.Save(state.watch)
-        self._ready = record_events(state.watch.devices)
         self.has_devices = bool(self._ready)
-        self._is_blocking = is_blocking
         self._on_commit = on_commit
         self._warns_of_unchanged = warn_unchanged
         self._warning: str | None = None
@@ -143,7 +137,6 @@ class BackgroundSave(SaveRun):
         self._claim_lock = threading.Lock()
         self._is_claimed = False
         self._may_begin = threading.Event()
-        self._abandoned: BaseException | None = None
 
     # --- by the caller ---------------------------------------------------------------------------
 
@@ -160,7 +153,7 @@ class BackgroundSave(SaveRun):
 
     def abandon(self, error: BaseException) -> None:
         """Makes the save fail with the error that the call raises."""
-        self._abandoned = error
+        self.abandoned = error
         self.is_reported = True
         self.begin()
 
@@ -175,7 +168,10 @@ class BackgroundSave(SaveRun):
         checkpoint: Checkpoint | None = None
         metrics = self.metrics
         try:
-            checkpoint = self.run()
+            _core.fault_point("background save begins", metrics.path)
+            checkpoint = self.run(
+                on_staged=lambda: self.staged.set_result(None), on_committed=self._after_commit
+            )
             if self._warning is not None and self._warns_of_unchanged:
                 self._warn_of_unchanged(self._warning)
         except BaseException as error:
@@ -197,24 +193,7 @@ class BackgroundSave(SaveRun):
         except Exception as error:
             LOGGER.warning("could not notify the other ranks that the save has ended: %s", error)
 
-    def _begin(self) -> None:
-        _core.fault_point("background save begins", self.metrics.path)
-        if self._abandoned is not None:
-            raise self._abandoned
-
-    def _write_options(self) -> dict[str, Any]:
-        return {
-            "is_snapshot": True,
-            "background": self._target.options.background,
-            # Normal priority if the caller waits for the copies.
-            "low_priority_copies": not self._is_blocking,
-            "advice": _ADVICE,
-        }
-
-    def _staged(self) -> None:
-        self.staged.set_result(None)
-
-    def _committed(self, seal: bytes, written: list[Written]) -> None:
+    def _after_commit(self, seal: bytes, written: list[Written]) -> None:
         if self.unchanged is not None and self._target.finds_unchanged:
             self._warning = self.unchanged.check(self._plan, written, self.metrics.path)
         if self._on_commit is None:
@@ -472,7 +451,7 @@ class _Saves:
         # A thread that starts a save holds this lock until the save has started.
         self._lock = threading.RLock()
         # Guards all following fields.
-        self._fields = threading.Lock()
+        self._fields = threading.RLock()
         self._running: BackgroundSave | None = None
         self._thread: threading.Thread | None = None
         self._failed: list[BackgroundSave] = []
@@ -480,14 +459,25 @@ class _Saves:
         self._last_call: float | None = None
 
     @contextlib.contextmanager
-    def exclusive(self, ranks: Exchange, if_busy: str) -> Iterator[None]:
-        """Implements :func:`exclusive_save`."""
-        if threading.current_thread() is self._thread and self._under_way() is not None:
+    def exclusive(self, ranks: Exchange, if_busy: str = "wait") -> Iterator[None]:
+        """Block in which a thread starts or performs a save. Only one thread at a time can enter
+        it.
+
+        Waits for the running save, or raises if ``if_busy`` is "raise".
+
+        Args:
+            ranks: the ranks of the next save.
+
+        Raises:
+            CheckpointError: a save is running, and either ``if_busy`` is "raise" or the call comes
+                from that save's own callback.
+        """
+        if threading.current_thread() is self._thread and self.running() is not None:
             raise CheckpointError(
                 "on_commit must not start a save: the save that calls it is still running"
             )
         with self._lock:
-            running = self._under_way()
+            running = self.running()
             if running is not None:
                 path = running.metrics.path
                 if if_busy == "raise":
@@ -502,7 +492,7 @@ class _Saves:
 
     def start(self, save: BackgroundSave) -> AsyncSave:
         """Starts the thread of a save."""
-        self.collect()
+        self.running()
         save.unchanged = self._unchanged
         if self._last_call is not None:
             save.metrics.interval_s = time.perf_counter() - self._last_call
@@ -516,7 +506,7 @@ class _Saves:
 
     def raise_failure(self) -> None:
         """Implements :func:`check_for_errors`."""
-        self.collect()
+        self.running()
         while self._failed:
             save = self._failed.pop(0)
             if not save.is_reported:
@@ -534,7 +524,7 @@ class _Saves:
                 exit_threads.EXIT_LIMIT_SECONDS,
             )
             return
-        self.collect()
+        self.running()
         for save in self._failed:
             if not save.is_reported:
                 LOGGER.error(
@@ -542,15 +532,15 @@ class _Saves:
                 )
         _core.join_executor()
 
-    def collect(self) -> None:
-        """Drops the save once it has ended, and moves a failed save to the failed ones. Also called
-        before a fork, so that the child keeps the result of a save that has ended."""
+    def running(self) -> BackgroundSave | None:
+        """Returns the running save, if any. Drops a save that has ended, and notes its failure."""
         with self._fields:
             save = self._running
             if save is not None and save.committed.done():
                 self._running = None
                 if Future.exception(save.committed) is not None:
                     self._failed.append(save)
+            return self._running
 
     def forget_in_child(self) -> None:
         """Forgets all saves in a forked child, because only the parent runs them."""
@@ -558,29 +548,9 @@ class _Saves:
             self._running.disown()
         self.__init__()  # type: ignore[misc]
 
-    def _under_way(self) -> BackgroundSave | None:
-        save = self._running
-        return None if save is None or save.committed.done() else save
 
-
-_saves = _Saves()
-
-
-def exclusive_save(
-    ranks: Exchange, if_busy: str = "wait"
-) -> contextlib.AbstractContextManager[None]:
-    """Block in which a thread starts or performs a save. Only one thread at a time can enter it.
-
-    Waits for the running save, or raises if ``if_busy`` is "raise".
-
-    Args:
-        ranks: the ranks of the next save.
-
-    Raises:
-        CheckpointError: a save is running, and either ``if_busy`` is "raise" or the call comes from
-            that save's own callback.
-    """
-    return _saves.exclusive(ranks, if_busy)
+#: The background saves of this process.
+saves = _Saves()
 
 
 def save(
@@ -611,7 +581,7 @@ def save(
             chosen = target()
             # Do not raise the unreported error of an earlier background save here, because other
             # ranks may already have raised it.
-            with exclusive_save(ranks):
+            with saves.exclusive(ranks):
                 return SaveRun(chosen, ranks, plan, check_replicas, begun).run(state_dict)
     except CheckpointFailed as error:
         # Drop the frames, which only show the exchange between ranks. The causes keep their own.
@@ -656,7 +626,7 @@ def start(
         require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
         require_choice("if_busy", if_busy, ("wait", "raise"))
         chosen = target()
-        with exclusive_save(ranks, if_busy):
+        with saves.exclusive(ranks, if_busy):
             check_for_errors()
             with no_gc():
                 state = SaveState(States(state_dict, calls=True).saved(), snapshot=True)
@@ -679,7 +649,7 @@ def start(
                 max_host_bytes=chosen.options.max_host_bytes,
                 staged=save.staged,
             )
-            handle = _saves.start(save)
+            handle = saves.start(save)
     except BaseException as error:
         # The other ranks wait for this rank until the save's thread, or this one, reports the
         # error.
@@ -715,12 +685,13 @@ def check_for_errors() -> None:
         torch_ckpt.check_for_errors()  # has the save failed?
         ```
     """
-    _saves.raise_failure()
+    saves.raise_failure()
 
 
 register(
     Part.SAVES,
-    at_exit=_saves.leave,
-    before_fork=_saves.collect,
-    in_child=_saves.forget_in_child,
+    at_exit=saves.leave,
+    # The child keeps the result of a save that has ended.
+    before_fork=saves.running,
+    in_child=saves.forget_in_child,
 )

@@ -19,11 +19,12 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from torch_ckpt import _C
+from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.log import warn
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.metrics import SaveMetrics
@@ -36,6 +37,14 @@ from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.target import Opened, Target
 from torch_ckpt.saving.write import Events, Written, progress_of, write_files
 from torch_ckpt.state.states import States
+
+# What to do about SourceChanged.
+_ADVICE = (
+    "Before the next step, call guard(optimizer) or wait until the save is staged (wait_staged() "
+    'of its handle, or wait_until_staged() of a manager); or save with staging="blocking". '
+    "Buffers, such as the statistics of BatchNorm, change in the forward pass, which guard() does "
+    "not delay: wait before the forward pass"
+)
 
 
 class Message(NamedTuple):
@@ -76,38 +85,65 @@ class SaveRun:
         plan: the plan of these ranks.
         check_replicas: see :func:`torch_ckpt.save`.
         begun: when the caller requested the save, by ``time.perf_counter()``.
+        snapshot: the state to save, if training continues meanwhile.
+        is_blocking: the caller waits until the snapshot is staged.
 
     Attributes:
         metrics: durations and sizes of the save on this rank; final when the save has ended.
         differing: description of the values that differ between ranks; empty if none differs.
+        abandoned: error with which the save fails as soon as it begins; None unless its caller has
+            failed.
     """
 
     def __init__(
-        self, target: Target, ranks: Exchange, plan: SavePlan, check_replicas: str, begun: float
+        self,
+        target: Target,
+        ranks: Exchange,
+        plan: SavePlan,
+        check_replicas: str,
+        begun: float,
+        *,
+        snapshot: SaveState | None = None,
+        is_blocking: bool = True,
     ) -> None:
         self.differing = ""
+        self.abandoned: BaseException | None = None
         self._target = target
         self._ranks = ranks
         self._plan = plan
         self._check_replicas = check_replicas
         self._begun = begun
         self.metrics = SaveMetrics(path=target.path, rank=ranks.rank)
-        self._state: SaveState | None = None
+        self._is_blocking = is_blocking
+        # Set while the save runs, because they may refer to the object that runs it.
+        self._on_staged: Callable[[], object] | None = None
+        self._on_committed: Callable[[bytes, list[Written]], object] | None = None
+        self._state = snapshot
         self._opened: Opened | None = None
-        self._write = _C.Save()
+        self._watch = None if snapshot is None else snapshot.watch
+        self._write = _C.Save(self._watch)
         # The sources on CUDA devices are complete after these events.
-        self._ready: Events = ()
+        self._ready: Events = () if self._watch is None else record_events(self._watch.devices)
 
-    def run(self, state_dict: StateDict | Callable[[], StateDict] | None = None) -> Checkpoint:
+    def run(
+        self,
+        state_dict: StateDict | Callable[[], StateDict] | None = None,
+        on_staged: Callable[[], object] | None = None,
+        on_committed: Callable[[bytes, list[Written]], object] | None = None,
+    ) -> Checkpoint:
         """Saves a state dict.
 
         Args:
-            state_dict: see :func:`torch_ckpt.save`; None if the run has a snapshot.
+            state_dict: see :func:`torch_ckpt.save`; None saves the snapshot.
+            on_staged: called on each rank when the sources may change.
+            on_committed: called on the coordinator after the commit, with the seal of the metadata
+                and the results of the writes. The other ranks wait until it returns.
 
         Raises:
             CheckpointException: on every rank, with the cause of each rank that failed.
         """
         ranks = self._ranks
+        self._on_staged, self._on_committed = on_staged, on_committed
         try:
             reply, _ = ranks.exchange("plan", lambda: self._describe(state_dict), self._assign)
             if reply.plan is None:
@@ -125,21 +161,6 @@ class SaveRun:
         """Returns the progress of this rank's write, in bytes."""
         return progress_of(self._write)
 
-    # --- what background saves do otherwise (saving/handle.py) -----------------------------------
-
-    def _begin(self) -> None:
-        """Called first. If it fails, the save fails on all ranks."""
-
-    def _write_options(self) -> dict[str, Any]:
-        """Returns further arguments of :func:`write_files`."""
-        return {}
-
-    def _staged(self) -> None:
-        """Called on each rank when the sources may change."""
-
-    def _committed(self, seal: bytes, written: list[Written]) -> None:
-        """Called on the coordinator after the commit. The other ranks wait."""
-
     def moved(self) -> int:
         """Returns a number that changes while the save makes progress."""
         resolved = 0 if self._state is None else self._state.resolved
@@ -152,7 +173,8 @@ class SaveRun:
     def _describe(
         self, state_dict: StateDict | Callable[[], StateDict] | None
     ) -> tuple[Message, None]:
-        self._begin()
+        if self.abandoned is not None:
+            raise self.abandoned
         if state_dict is not None:
             self._state = SaveState(States(state_dict, calls=True).saved())
         state = self._state
@@ -225,19 +247,23 @@ class SaveRun:
         with self._device_streams():
             with target.busy():
                 checksums = state.checksums(own.copies)
-            sources = target.sources(state, own.items, reply.layout)
+            files = target.files(state, own.items, reply.layout)
         metrics.planning_s = time.perf_counter() - self._begun
+        is_snapshot = self._watch is not None
         written = write_files(
             self._write,
-            *target.files(reply.layout),
-            sources,
+            *files,
             target.options,
             title=f"save {os.path.basename(target.path)}",
             rank=self._ranks.rank,
             ranks=self._ranks.size,
+            is_snapshot=is_snapshot,
+            background=target.options.background if is_snapshot else None,
+            # Normal priority if the caller waits for the copies.
+            low_priority_copies=not self._is_blocking,
             ready=self._ready,
+            advice=_ADVICE,
             on_staged=self._release,
-            **self._write_options(),
         )
         written.seconds = (*state.seconds, *written.seconds)
         if checksums:
@@ -255,7 +281,8 @@ class SaveRun:
         coordinator. The engine writes meanwhile."""
         assert self._state is not None
         self._state.release()
-        self._staged()
+        if self._on_staged is not None:
+            self._on_staged()
         if self._ranks.is_coordinator:
             self._plan.coordinator.describe()
 
@@ -279,7 +306,8 @@ class SaveRun:
         """Returns the seal of the metadata."""
         self._plan.require_equal_copies(written)
         seal = self._target.commit(self._plan, written)
-        self._committed(seal, written)
+        if self._on_committed is not None:
+            self._on_committed(seal, written)
         return seal
 
     # --- the end ---------------------------------------------------------------------------------
@@ -291,6 +319,7 @@ class SaveRun:
         if self._state is not None:
             self._state.release()
         self._ready = ()
+        self._watch = self._on_staged = self._on_committed = None
         metrics = self.metrics
         metrics.total_s = time.perf_counter() - self._begun
         if metrics.written_s:

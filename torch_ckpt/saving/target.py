@@ -4,7 +4,7 @@ A save calls a target in this order (saving/run.py):
 
 1. :meth:`Target.open`, on all ranks. The results are compared on the coordinator.
 2. :meth:`Target.lay_out`, on the coordinator. Every rank gets its part of the layout.
-3. :meth:`Target.sources` and :meth:`Target.files`, on all ranks. The engine then writes the files.
+3. :meth:`Target.files`, on all ranks. The engine then writes the files.
 4. :meth:`Target.written`, on all ranks, when the files are durable. If another rank has failed,
    :meth:`Target.undo`.
 5. :meth:`Target.commit`, on the coordinator, when the files of all ranks are durable.
@@ -93,17 +93,16 @@ class Target:
         """
         raise NotImplementedError
 
-    def sources(self, state: SaveState, items: bytes, layout: bytes) -> _C.SaveSources:
-        """Returns the values that this rank writes.
+    def files(
+        self, state: SaveState, items: bytes, layout: bytes
+    ) -> tuple[OpenDirectory, str, _C.SaveSources]:
+        """Returns the directory in which this rank writes, the prefix of its file names, and the
+        values to write.
 
         Args:
             items: the items that the plan assigns to this rank.
             layout: this rank's part of :meth:`lay_out`.
         """
-        return state.sources(items, bool(self.options.separation_hint))
-
-    def files(self, layout: bytes) -> tuple[OpenDirectory, str]:
-        """Returns the directory in which this rank writes, and the prefix of its file names."""
         raise NotImplementedError
 
     def written(self, written: Written) -> None:
@@ -150,6 +149,11 @@ class DirectoryTarget(Target):
         own_rank: the rank, if it saves independently of other ranks and has its own metadata; None
             if the ranks save together.
 
+    Attributes:
+        directory_path: path of the directory that is written; the directory may get another name at
+            the commit.
+        lease: the lease on the directory, if this rank has one.
+
     Raises:
         ValueError: ``path`` is a URL.
     """
@@ -159,9 +163,7 @@ class DirectoryTarget(Target):
     ) -> None:
         refuse_url(path)
         super().__init__(absolute(path), options)
-        #: Directory that is written; it may get another name at the commit.
         self.directory_path = self.path
-        #: The lease on the directory, if this rank has one.
         self.lease: DirectoryLease | None = None
         self._own_rank = own_rank
         self._rank = 0
@@ -169,27 +171,25 @@ class DirectoryTarget(Target):
 
     @property
     def directory(self) -> OpenDirectory:
-        """The directory that the save has opened."""
-        assert self._directory is not None
+        """The directory that the save has opened. If no save has begun, opens the directory by its
+        path."""
+        if self._directory is None:
+            self._directory = OpenDirectory(self.directory_path)
         return self._directory
 
-    def open(self, rank: int, ranks: int) -> Opened:
-        self._rank = rank
-        self.create()
-        if rank == 0:
-            self.take_lease()
-        return Opened(DirectoryIdentity.of(self.directory))
+    def open(self, rank: int, ranks: int, ends_earlier: bool = True) -> Opened:
+        """Opens the directory, which is created if it does not exist. Rank 0 takes a lease on it.
 
-    def create(self) -> None:
-        """Opens the directory, which is created if it does not exist.
+        Args:
+            ends_earlier: see :class:`DirectoryLease`.
 
         Raises:
             FileExistsError, RuntimeError: the directory has a checkpoint that this save must not
                 replace.
         """
         self.discard()
+        self._rank = rank
         _core.make_directories(self.directory_path)
-        self.reopen()
         refuse_hidden_save(self.directory, self._own_rank)
         metadata = _core.metadata_name(self._own_rank)
         if not self.options.overwrite and metadata in self.directory.names():
@@ -197,10 +197,9 @@ class DirectoryTarget(Target):
                 f"Checkpoint already exists in {self.path}; pass overwrite=True, in WriteOptions "
                 "or to FileSystemWriter, to replace it"
             )
-
-    def reopen(self) -> None:
-        """Opens the directory by its path."""
-        self._directory = OpenDirectory(self.directory_path)
+        if rank == 0:
+            self.take_lease(ends_earlier)
+        return Opened(DirectoryIdentity.of(self.directory))
 
     def take_lease(self, ends_earlier: bool = True) -> None:
         """Takes a lease on the directory; see :class:`DirectoryLease`."""
@@ -211,16 +210,19 @@ class DirectoryTarget(Target):
         assert self.lease is not None
         return [self.lease.tag.encode()] * len(opened)
 
-    def files(self, layout: bytes) -> tuple[OpenDirectory, str]:
+    def files(
+        self, state: SaveState, items: bytes, layout: bytes
+    ) -> tuple[OpenDirectory, str, _C.SaveSources]:
+        sources = state.sources(items, bool(self.options.separation_hint))
         prefix = f"__{self._rank}_{layout.decode()}"
-        return self.directory, _core.choose_prefix(self.directory, prefix)
+        return self.directory, _core.choose_prefix(self.directory, prefix), sources
 
     def undo(self, written: Written) -> None:
         remove_own(self.directory, set(written.files.names))
 
     def commit(self, plan: SavePlan, written: list[Written]) -> bytes:
         data = plan.encode(written, self.storage_meta())
-        self.publish(data, names_of_files(written))
+        self.publish(data, {name for of_rank in written for name in of_rank.files.names})
         return data.seal
 
     def storage_meta(self) -> StorageMeta:
@@ -232,7 +234,7 @@ class DirectoryTarget(Target):
 
         Args:
             data: the contents of ``.metadata``.
-            files: the data files that the metadata names.
+            files: names of the data files that the metadata names, relative to the directory.
 
         Raises:
             NotCommitted: nothing was published. The previous contents of the directory are intact,
@@ -251,11 +253,6 @@ class DirectoryTarget(Target):
         if lease is not None:
             lease.abandon()  # removes the files of all ranks
         self._directory = None
-
-
-def names_of_files(written: list[Written]) -> set[str]:
-    """Returns the names of all ranks' data files, relative to the checkpoint directory."""
-    return {name for of_rank in written for name in of_rank.files.names}
 
 
 def require_one_target(opened: Sequence[Opened]) -> None:

@@ -142,12 +142,9 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
             return super().prepare_local_plan(plan)
         # Replaces torch's own check, which would warn that a checkpoint is overwritten. That needs
         # no warning here, because the old checkpoint can be loaded until the new one is committed.
-        target = self._target = self._new_target()
-        target.create()
+        self.target.open(0 if self._commits else 1, 1, self.ends_earlier_leases)
         if self.rank is not None and not self.use_collectives:
             plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
-        if self._commits:
-            target.take_lease(self.ends_earlier_leases)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -224,11 +221,10 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
 
     @property
     def target(self) -> DirectoryTarget:
-        """The checkpoint directory, as opened at the start of the save. If no save has begun, opens
-        the directory by its path."""
+        """The target of the save that has begun; else a new one."""
         if self._target is None:
-            self._target = self._new_target()
-            self._target.reopen()
+            own_rank = None if self.use_collectives else self.rank
+            self._target = DirectoryTarget(self.path, self.write_options(), own_rank)
         return self._target
 
     @property
@@ -250,10 +246,6 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
     def _make_absolute(self) -> None:
         if self._is_local() and not is_url(self._given_path):
             self.path = absolute(self.path)
-
-    def _new_target(self) -> DirectoryTarget:
-        own_rank = None if self.use_collectives else self.rank
-        return DirectoryTarget(self.path, self.write_options(), own_rank)
 
     def _write_files(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         RelaxedGc.end()

@@ -32,6 +32,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base import exit_threads
 from torch_ckpt._base.life_cycle import before_thread_pools_end
 from torch_ckpt._base.log import LOGGER
+from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import encoded_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
@@ -83,7 +84,7 @@ class RemoteStepTarget(DirectoryTarget):
         self._marker = marker
         self._upload: _Upload | None = None
 
-    def open(self, rank: int, ranks: int) -> Opened:
+    def open(self, rank: int, ranks: int, ends_earlier: bool = True) -> Opened:
         self.discard()
         if rank == 0:
             self._refuse_existing(self._files.list())
@@ -103,10 +104,12 @@ class RemoteStepTarget(DirectoryTarget):
         assert self._upload is not None
         return [self._upload.tag.encode()] * len(opened)
 
-    def sources(self, state: SaveState, items: bytes, layout: bytes) -> _C.SaveSources:
-        sources = super().sources(state, items, layout)
+    def files(
+        self, state: SaveState, items: bytes, layout: bytes
+    ) -> tuple[OpenDirectory, str, _C.SaveSources]:
+        directory, prefix, sources = super().files(state, items, layout)
         require_staging_room(self.directory_path, sources.nbytes, self.path)
-        return sources
+        return directory, prefix, sources
 
     def written(self, written: Written) -> None:
         """Uploads the files that this rank has written."""
