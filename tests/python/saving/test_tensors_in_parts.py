@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import planner_helpers
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
 from tests.metadata import read_metadata
@@ -47,6 +49,20 @@ def test_the_parts_are_loaded_at_their_offsets(tmp_path: Path) -> None:
     target = in_parts(torch.zeros(6))
     torch_ckpt.load({"w": target}, tmp_path)
     assert torch.equal(target, in_parts(torch.arange(6.0)))
+
+
+def test_the_parts_of_a_shard_are_saved_as_torch_saves_them(
+    tmp_path: Path, one_rank_mesh: DeviceMesh
+) -> None:
+    shard = DTensor.from_local(in_parts(torch.arange(6.0)), one_rank_mesh, [Shard(0)])
+    dcp.save({"w": shard}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    torch_ckpt.save({"w": shard}, tmp_path / "ours", no_dist=True)
+    stock, ours = (read_metadata(tmp_path / name) for name in ("stock", "ours"))
+    chunks: list[Any] = [one.state_dict_metadata["w"] for one in (stock, ours)]
+    assert chunks[0].chunks == chunks[1].chunks
+    full = {"w": torch.zeros(7)}
+    torch_ckpt.load(full, tmp_path / "ours")
+    assert torch.equal(full["w"], in_parts(torch.arange(6.0)))
 
 
 class Scattered(torch.Tensor):

@@ -577,6 +577,13 @@ def test_a_lease_is_renewed_until_it_is_released(root: Path) -> None:
         eventually(lambda: (root / LEASE_NAME).stat().st_mtime > 0)
 
 
+def test_a_lease_is_no_longer_renewed_after_a_takeover(root: Path) -> None:
+    with leased(root, times=Times(renew=0.001)), run_in_a_child(root, takeover=True):
+        eventually(
+            lambda: all(thread.name != "torch_ckpt lease" for thread in threading.enumerate())
+        )
+
+
 def test_a_lease_of_another_host_that_is_renewed_between_two_tries_is_alive(root: Path) -> None:
     path = record(root)
     with before("wait for a lease", partial(os.utime, path, (1e9, 1e9))):
