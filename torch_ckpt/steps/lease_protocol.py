@@ -234,13 +234,11 @@ class RunLease:
             f"{has_ended}. This run can no longer save to it. End this run, or use another root."
         )
 
-    def release(self) -> Operation[bool]:
-        """Releases the lease. Returns False if this run has lost it."""
+    def release(self) -> Operation[None]:
+        """Releases the lease, unless this run has lost it."""
         found = yield _read
-        if found is None or not self._owns(found):
-            return False
-        released = yield _swap(found, replace(found.record, is_held=False))
-        return released is not None
+        if found is not None and self._owns(found):
+            yield _swap(found, replace(found.record, is_held=False))
 
     def _owns(self, found: StoredRecord) -> bool:
         return self.taken is not None and found.record == self.taken.record
