@@ -39,6 +39,8 @@ ATTACKS: dict[str, Attack] = {
     "object: a default factory that runs": storing(
         lambda c: Calls(__import__("collections").defaultdict, c.make_payload())
     ),
+    "object: a size that is negative": storing(lambda c: Calls(torch.Size, (-1,))),
+    "object: a size that is no number": storing(lambda c: Calls(torch.Size, (True,))),
     "object: deep inside": storing(lambda c: {"a": [(1, {"b": c.make_payload()})]}),
 }
 
