@@ -22,8 +22,7 @@ BEGIN, END = "<!-- layers: begin -->", "<!-- layers: end -->"
 #: Packages and modules of torch_ckpt, from the top down. Each may use only modules of lower layers.
 #: "" is torch_ckpt itself, which has the public names.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("integrations",),
-    ("", "__main__"),
+    ("", "__main__", "integrations"),
     ("cli", "manager", "training"),
     ("api", "conversion", "nvrx", "publication"),
     ("huggingface", "megatron", "multihost", "steps"),

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-import torch_ckpt
-from torch_ckpt import _core
+from torch_ckpt import _core, api
 from torch_ckpt._base.containers import map_children
+from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.options import (
     DEFAULT_OPTIONS,
     DEFAULT_READ_OPTIONS,
@@ -35,6 +35,7 @@ from torch_ckpt.options import (
     WriteOptions,
     refuse_options,
 )
+from torch_ckpt.saving.handle import AsyncSave
 
 if TYPE_CHECKING:
     from typing_extensions import Never  # in typing since Python 3.11
@@ -87,10 +88,10 @@ def install(
     """
 
     def save(converted_state: dict[str, Any], path: _Path) -> None:
-        torch_ckpt.save(converted_state, path, options=writer)
+        api.save(converted_state, path, options=writer)
 
     def load(module_state: dict[str, Any], path: _Path) -> None:
-        torch_ckpt.load(module_state, path, options=reader)
+        api.load(module_state, path, options=reader)
 
     replaced = []
     for name in _STRATEGIES:
@@ -164,7 +165,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         super().__init__()
         self._async = async_saves
         self._options = options
-        self._save: torch_ckpt.AsyncSave | None = None
+        self._save: AsyncSave | None = None
         self._removals: list[Future[None]] = []
         self._worker: ThreadPoolExecutor | None = None
 
@@ -194,11 +195,11 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         state = {name: part for name, part in tensors.items() if part is not None} | {_REST: rest}
         if self._async:
             # Unchanged values are normal: Lightning saves the same state as best and as last.
-            self._save = torch_ckpt.async_save(
+            self._save = api.async_save(
                 state, path, no_dist=True, warn_unchanged=False, options=self._options
             )
         else:
-            torch_ckpt.save(state, path, no_dist=True, options=self._options)
+            api.save(state, path, no_dist=True, options=self._options)
 
     def load_checkpoint(
         self,
@@ -231,7 +232,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
                 "link, and pass the path of an older checkpoint",
                 path,
             )
-        metadata = torch_ckpt.Checkpoint(path).metadata().state_dict_metadata
+        metadata = Checkpoint(path).metadata().state_dict_metadata
         if _REST not in metadata:
             raise ValueError(
                 f"{path} was not saved by TorchCkptIO: it has no object named {_REST!r}"
@@ -243,7 +244,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
             for name, item in metadata.items()
         }
         options = ReadOptions(allow_pickle=weights_only is False)
-        torch_ckpt.load(state, path, no_dist=True, options=options)
+        api.load(state, path, no_dist=True, options=options)
         checkpoint: dict[str, Any] = _join(state.pop(_REST)[0], (), state)
         return checkpoint
 
@@ -315,7 +316,7 @@ def _refuse_links(checkpoint: dict[str, Any]) -> None:
             )
 
 
-def _remove_after(save: torch_ckpt.AsyncSave, path: str) -> None:
+def _remove_after(save: AsyncSave, path: str) -> None:
     _core.fault_point("wait for the save before a removal", path)
     try:
         save.result()

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch_ckpt
+from torch_ckpt.manager.manager import CheckpointManager
+from torch_ckpt.state.states import RNGState
 
 try:
     import transformers
@@ -69,9 +70,7 @@ class CheckpointCallback(transformers.TrainerCallback):
             trainer.train(resume_from_checkpoint=callback.resume())
     """
 
-    def __init__(
-        self, trainer: transformers.Trainer, manager: torch_ckpt.CheckpointManager
-    ) -> None:
+    def __init__(self, trainer: transformers.Trainer, manager: CheckpointManager) -> None:
         if trainer.is_deepspeed_enabled:
             raise ValueError(
                 "CheckpointCallback does not support DeepSpeed. Use DeepSpeed's own checkpoints"
@@ -207,11 +206,11 @@ class CheckpointCallback(transformers.TrainerCallback):
                 "train(resume_from_checkpoint=callback.resume())"
             )
         self.manager.restore(self._state(), self._resumed_from)
-        self._rng = torch_ckpt.RNGState().state_dict()
+        self._rng = RNGState().state_dict()
 
     def _restore_random_numbers(self, path: str | None) -> None:
         if self._rng:
-            torch_ckpt.RNGState().load_state_dict(self._rng)
+            RNGState().load_state_dict(self._rng)
 
     def _state(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -220,7 +219,7 @@ class CheckpointCallback(transformers.TrainerCallback):
             # Unwrap Accelerate's optimizer: it may skip steps, unlike torch's optimizers.
             "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             "scheduler": trainer.lr_scheduler,
-            "rng": torch_ckpt.RNGState(),
+            "rng": RNGState(),
             "progress": _Progress(trainer),
         }
         scaler = getattr(trainer.accelerator, "scaler", None)

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch_ckpt._base.checks import names_of
 from torch_ckpt._base.log import LOGGER
+from torch_ckpt.checkpoint.file_system import ReaderArguments, WriterArguments
 from torch_ckpt.megatron.replaced_packages import REPLACED_PACKAGES, ReplacedPackage
 
 _QUEUE = "AsyncCallsQueue"
@@ -51,7 +52,7 @@ _replaced_names: dict[tuple[ModuleType, str], _Replacement] = {}
 
 
 def install(
-    *, writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] | None = None
+    *, writer: WriterArguments | None = None, reader: ReaderArguments | None = None
 ) -> list[str]:
     """Makes Megatron-core and nvidia-resiliency-ext use torch_ckpt's classes, if these packages can
     be imported.
