@@ -246,10 +246,12 @@ class Promises:
         for rank, notes in enumerate(by_rank):
             found = [note[1:] for note in notes if note[0] == "found"]
             for place, (step, run, difference) in enumerate(found):
-                # Without the names it is not known whether unreported steps were committed.
-                newest = max(self._certain, default=0)
-                if place == 0 and (step < newest or (names is not None and step != newest)):
-                    wrong.append(f"rank {rank} restored step {step}, but the newest is {newest}")
+                if place == 0 and not self._may_be_newest(step):
+                    there = {one: sorted(self._runs[one]) for one in sorted(self._certain)}
+                    wrong.append(
+                        f"rank {rank} restored step {step}, which is not the newest of the newest "
+                        f"run; the runs of the steps are {there}"
+                    )
                 if difference:
                     wrong.append(f"rank {rank}: step {step} is damaged: {difference}")
                 elif step and run not in self._runs.get(step, ()):
@@ -260,6 +262,12 @@ class Promises:
                     self._runs[step] = {run}
         self._record_saves(number, by_rank)
         return wrong
+
+    def _may_be_newest(self, step: int) -> bool:
+        """True if a step may be the newest one of the newest run. A run that went back to an
+        earlier step may be killed before it has deleted the later steps."""
+        newest = max(((min(self._runs[one]), one) for one in self._certain), default=(0, 0))
+        return (max(self._runs.get(step, {0})), step) >= newest
 
     def _record_saves(self, number: int, by_rank: Sequence[list[Note]]) -> None:
         reported = {note[1] for notes in by_rank for note in notes if note[0] == "saved"}
