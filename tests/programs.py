@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch.optim import lr_scheduler
 
 import torch_ckpt
 from torch_ckpt import LoadReport, ReadOptions, RNGState
-from torch_ckpt.loading.session import load_path
+from torch_ckpt.checkpoint.source import Source
+from torch_ckpt.loading.load import load
 from torch_ckpt.state.states import States
 
 State = dict[str, Any]
@@ -25,8 +27,8 @@ def save(state: State, path: Path) -> None:
 
 def restore(state: State, path: Path, **arguments: Any) -> LoadReport:
     """Restores a state as a manager does, which also restores the structure of plain values."""
-    options = arguments.pop("options", ReadOptions())
-    report = load_path(state, path, options, restores_structure=True, **arguments)
+    source_of = partial(Source, path, arguments.pop("options", ReadOptions()))
+    report = load(state, source_of, restores_structure=True, **arguments)
     assert isinstance(report, LoadReport)
     return report
 

@@ -3,14 +3,14 @@
 They write and read the same files as ``dcp.save`` and ``dcp.load``, except for top-level values
 with a ``state_dict``, such as modules and optimizers: state/states.py saves and restores these.
 In a save, the engine plans, and ranks exchange plans and results in a compact form (saving/run.py).
-In a load (loading/session.py), they exchange no plans.
+In a load (loading/load.py), they exchange no plans.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,11 +22,10 @@ from torch_ckpt._base.checks import names_of, require_choice
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.huggingface.model_target import ModelTarget, Safetensors, refuse_model_options
-from torch_ckpt.loading.load import Load, Strict
-from torch_ckpt.loading.reader import FileSystemReader
+from torch_ckpt.loading.load import LoadRun, Strict
+from torch_ckpt.loading.load import load as load_from
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
-from torch_ckpt.loading.session import LoadSession, load_from
 from torch_ckpt.options import (
     DEFAULT_OPTIONS,
     DEFAULT_READ_OPTIONS,
@@ -291,24 +290,9 @@ def load(
         report = torch_ckpt.load(state, "checkpoints/100")
         print(state["step"], report.unexpected)
     """
-
-    def require() -> None:
-        if removed:
-            refuse_options(load, removed, options=ReadOptions)
-        require_path("load", checkpoint_id)
-
-    def source() -> Source:
-        require()
-        return Source(checkpoint_id, options)
-
-    def reader() -> FileSystemReader:
-        require()
-        return FileSystemReader(checkpoint_id, **named_options(options))
-
     return load_from(
         state_dict,
-        source,
-        reader,
+        partial(source_of, load, checkpoint_id, options, removed),
         planner=planner,
         process_group=process_group,
         no_dist=no_dist,
@@ -380,10 +364,9 @@ def preflight(
         if not report.fits:
             print(report)
     """
-    if removed:
-        refuse_options(preflight, removed, options=ReadOptions)
-    with _open_session(state_dict, checkpoint_id, names, rename, options) as session:
-        return session.match().report
+    with closing(source_of(preflight, checkpoint_id, options, removed)) as source:
+        states = States(state_dict, calls=True)
+        return LoadRun(source, Exchange(), states, names, rename, only_compared=True).match().report
 
 
 def estimate_read_memory(
@@ -413,24 +396,27 @@ def estimate_read_memory(
         memory = torch_ckpt.estimate_read_memory({"model": model}, "checkpoints/100")
         print(memory.target_bytes, memory.beyond_targets_bytes)
     """
-    if removed:
-        refuse_options(estimate_read_memory, removed, options=ReadOptions)
-    with _open_session(state_dict, checkpoint_id, names, rename, options) as session:
-        return session.estimate()
+    with closing(source_of(estimate_read_memory, checkpoint_id, options, removed)) as source:
+        states = States(state_dict, calls=True)
+        return LoadRun(source, Exchange(), states, names, rename, only_compared=True).estimate()
 
 
-@contextmanager
-def _open_session(
-    state_dict: StateDict,
+def source_of(
+    caller: Callable[..., object],
     checkpoint_id: CheckpointId,
-    names: Names,
-    rename: Rename,
     options: ReadOptions,
-) -> Iterator[LoadSession]:
-    """Opens a checkpoint for a comparison that does not involve other ranks."""
-    with closing(Source(checkpoint_id, options)) as source:
-        load = Load(source, 0, names, rename)
-        yield LoadSession(States(state_dict, calls=True), load, only_compared=True)
+    removed: dict[str, Any],
+) -> Source:
+    """Returns the source of a load, which is not open yet.
+
+    Args:
+        caller: the function that the user called.
+        checkpoint_id, options, removed: see :func:`load`.
+    """
+    if removed:
+        refuse_options(caller, removed, options=ReadOptions)
+    require_path(caller.__name__, checkpoint_id)
+    return Source(checkpoint_id, options)
 
 
 # --- shared by saves and loads -------------------------------------------------------------------

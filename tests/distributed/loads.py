@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tests.distributed import cases
 from tests.distributed.cases import Launch, StateDict
 from tests.loads import with_read_options
 from tests.support import data_files
+from torch_ckpt.checkpoint.source import Source
 
 #: Limit for the metadata and for reads by Python in the meantime.
 ALLOWANCE = 256 << 10
@@ -71,23 +72,22 @@ def on_rank_0(launch: Launch, work: Callable[[], Any]) -> None:
 
 @contextmanager
 def changed_after_rank_0_looked(
-    launch: Launch, reader: type, token: str, change: Callable[[], Any]
+    launch: Launch, source: type[Source], token: str, change: Callable[[], Any]
 ) -> Iterator[None]:
     """Makes rank 1 change what rank 0 has read the metadata of, before the other ranks read it."""
     store = dist.PrefixStore(launch.case, dist.distributed_c10d._get_default_store())
-    before = reader._open  # type: ignore[attr-defined]
+    before = source.open
 
-    def read_metadata(self: Any, name: str) -> Any:
-        if launch.rank == 0:
-            found = before(self, name)
-            store.set(token, "")
-            return found
-        store.wait([token])
+    def read_metadata(self: Source, names: Sequence[str]) -> None:
+        if launch.rank != 0:
+            store.wait([token])
         if launch.rank == 1:
             change()
-        return before(self, name)
+        before(self, names)
+        if launch.rank == 0:
+            store.set(token, "")
 
-    with mock.patch.object(reader, "_open", read_metadata):
+    with mock.patch.object(source, "open", read_metadata):
         yield
 
 

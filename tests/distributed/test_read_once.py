@@ -47,7 +47,7 @@ from tests.support import assert_equal, place_of, random_tensor
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.loading import planned_reads, shared_reads
-from torch_ckpt.loading.load import Load
+from torch_ckpt.loading.load import LoadRun
 from torch_ckpt.loading.planned_reads import PlannedReads
 
 
@@ -355,7 +355,7 @@ def failing_on(launch: Launch, rank: int, name: str) -> Iterator[None]:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{name} failed on purpose")
 
-    places = [Source, planned_reads, PlannedReads, Load]
+    places = [Source, planned_reads, PlannedReads, LoadRun]
     having = [place for place in places if hasattr(place, name)]
     assert having
     with ExitStack() as patches:
@@ -375,7 +375,7 @@ def case_a_failure_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
         return {f"t{i}": torch.zeros(rows, 20) for i in range(8)} | {"step": 0}
 
     for load in LOADERS:
-        planning, zeroing = "begin", "begin"
+        planning, zeroing = "_begin", "_begin"
         if load is by_dcp:
             planning, zeroing = "_reading", "zero_what_is_not_stored"
         for method in ("read_tensors", "read_bytes", planning):

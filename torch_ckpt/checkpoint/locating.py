@@ -83,6 +83,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     except FileNotFoundError:
         directory = _open_by_number(path)
     else:
+        if is_present(METADATA_NAME, directory):
+            return OpenCheckpoint(directory, directory.path)
         directory = _newest_if_root(path, directory)
     try:
         return OpenCheckpoint(directory, directory.path, _safetensors_in(directory))
@@ -106,8 +108,6 @@ def _open_file(path: str) -> OpenCheckpoint:
 def _newest_if_root(path: str, directory: OpenDirectory) -> OpenDirectory:
     """Returns the newest step if the directory is a root, and otherwise the directory itself."""
     try:
-        if _is_there(METADATA_NAME, directory):
-            return directory
         names = directory.names()
         # Ranks that save without collectives write one metadata file each.
         if any(name.endswith(METADATA_NAME) for name in names):
@@ -130,7 +130,7 @@ def _safetensors_in(directory: OpenDirectory) -> str | None:
     """Returns the name of the only safetensors file, or of the index of several files. Returns None
     if the directory has metadata, or contains neither metadata nor another format. The caller then
     reports that the metadata is missing."""
-    if _is_there(METADATA_NAME, directory):
+    if is_present(METADATA_NAME, directory):
         return None
     names = directory.names()
     if any(name.endswith(METADATA_NAME) for name in names):
@@ -242,7 +242,8 @@ def _newest_step(root: str) -> str | None:
     return None if newest is None else step_name(newest.step)
 
 
-def _is_there(name: str, directory: OpenDirectory) -> bool:
+def is_present(name: str, directory: OpenDirectory) -> bool:
+    """Returns True if the directory has a file of this name."""
     try:
         os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
     except OSError:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,31 +42,6 @@ class Reading:
         else:
             value = decode(data, read.name, read.file)
         set_element(self.values, read.target, value)
-
-    def finish(self) -> None:
-        """Called when all tensors have been read."""
-
-
-class BytesMoved:
-    """Counts the bytes that a load has moved. Calling the object returns a number that changes as
-    long as the load makes progress; a rank that reads sends heartbeats based on it."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._is_elsewhere = False
-
-    def __call__(self) -> int:
-        return time.monotonic_ns() if self._is_elsewhere else self.bytes
-
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Block in which other code reads, or waits for ranks, without reporting its progress. The
-        block always counts as progress."""
-        self._is_elsewhere = True
-        try:
-            yield
-        finally:
-            self._is_elsewhere = False
 
 
 def copy_by_torch(data: bytes, read: _C.TensorRead) -> None:

@@ -13,10 +13,11 @@ import dataclasses
 import hashlib
 import io
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
@@ -28,15 +29,20 @@ from torch_ckpt._base.paths import refuse_url
 from torch_ckpt._base.progress import Progress, reporting
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.dtypes import Conversions, lost_precision
-from torch_ckpt.checkpoint.index import decode_index, metadata_bytes_in, read_safetensors
-from torch_ckpt.checkpoint.locating import open_checkpoint
+from torch_ckpt.checkpoint.index import (
+    METADATA_NAME,
+    decode_index,
+    metadata_bytes_in,
+    read_safetensors,
+)
+from torch_ckpt.checkpoint.locating import is_present, open_checkpoint
 from torch_ckpt.checkpoint.metadata import (
     decode_indexed,
     decode_metadata,
     index_of,
     metadata_of,
 )
-from torch_ckpt.checkpoint.reading import BytesMoved, Reading, copy_by_torch, in_waves
+from torch_ckpt.checkpoint.reading import Reading, copy_by_torch, in_waves
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
 
 if TYPE_CHECKING:
@@ -52,17 +58,27 @@ class Source:
         transforms: undoes the stream transforms of records.
 
     Attributes:
-        index: the index of the checkpoint that is open; None if the metadata was unpickled.
+        title: the checkpoint as the user knows it, for messages.
+        size_rule: allowed target sizes relative to the stored sizes.
+        wave_bytes: maximum total size of the objects held in memory at the same time. A larger
+            object is loaded on its own.
+        decode: decodes a metadata file, which the engine has checked, into torch's objects.
+        rank: the rank that reads, which decides whether to show progress.
+        narrowed: the tensors of the load that lose precision or range; see checkpoint/dtypes.py.
+        bytes_moved: the bytes moved by all reads.
+
+    Attributes that :meth:`open` sets:
+        directory: the open directory; None if it is closed.
+        location: path of the checkpoint directory or of the safetensors file. If ``path`` is a
+            run's root, this is the step's directory.
+        resolved: what must be equal on all ranks of a load: the directory that a root or a step
+            number leads to. None if there is nothing to compare.
+        index: the index of the checkpoint; None if the caller of ``dcp.load`` passed the metadata.
         safetensors: the contents of safetensors files, if the checkpoint consists of these.
         tables: the checksum tables, or the index that has them.
         identity: a digest that is equal on all ranks that read the same checkpoint; None without
             ``read_once``.
         has_all_ranks: False if the metadata describes only the values of one rank.
-        rank: the rank that reads, which decides whether to show progress.
-        shares_bytes: True if other ranks of the load want the same bytes; see
-            loading/page_cache.py.
-        narrowed: the tensors of the load that lose precision or range; see checkpoint/dtypes.py.
-        moved: the bytes moved by all reads.
 
     Raises:
         ValueError: ``path`` is a URL.
@@ -75,23 +91,29 @@ class Source:
         transforms: _StorageReaderTransforms | None = None,
     ) -> None:
         require_instance("options", options, ReadOptions)
-        self._refuse_url(path)
+        refuse_url(path)
         self.path = path
+        self.title = self.location = os.fspath(path)
         self.options = options
+        self.size_rule = _C.SizeRule.GROWING if options.zero_fill else _C.SizeRule.SAME
+        if options.allow_shape_mismatch:
+            self.size_rule = _C.SizeRule.ANY
+        # Half of the limit, or less if half would leave too little scratch memory for the load.
+        limit = options.max_inflight_bytes
+        self.wave_bytes = min(limit // 2, limit - _core.least_scratch_bytes)
+        self.decode: Callable[[bytes, str], Metadata] = decode_indexed
+        self.rank: int | None = 0
+        self.narrowed: Conversions = {}
+        self.bytes_moved = 0
+        self.directory: OpenDirectory | None = None
+        self.resolved: str | None = None
         self.index: _core.CheckpointIndex | None = None
         self.safetensors: _core.SafetensorsFiles | None = None
         self.tables: _core.CheckpointIndex | dict[str, bytes] = {}
         self.identity: bytes | None = None
         self.has_all_ranks = True
-        self.rank: int | None = 0
-        self.shares_bytes = False
-        self.narrowed: Conversions = {}
-        self.moved = BytesMoved()
-        #: Decodes a metadata file, which the engine has checked, into torch's objects.
-        self.decode: Callable[[bytes, str], Metadata] = decode_indexed
         self._transforms = transforms
-        self._directory: OpenDirectory | None = None
-        self._location = ""
+        self._is_elsewhere = False
         # The contents of the metadata file and its path, and the decoded metadata.
         self._encoded: tuple[bytes, str] | None = None
         self._metadata: Metadata | None = None
@@ -99,91 +121,49 @@ class Source:
 
     # --- the checkpoint --------------------------------------------------------------------------
 
-    @property
-    def location(self) -> str:
-        """Path of the checkpoint directory or of the safetensors file. If ``path`` is a run's root,
-        this is the step's directory."""
-        return os.fspath(self.path) if self._directory is None else self._location
+    def open(self, names: Sequence[str] = (METADATA_NAME,)) -> None:
+        """Opens the directory, and reads the metadata and its index.
 
-    @property
-    def title(self) -> str:
-        """The checkpoint as the user knows it, for messages."""
-        return os.fspath(self.path)
-
-    @property
-    def version(self) -> str | None:
-        """The directory that must be the same on all ranks of a load; None if there is nothing to
-        compare."""
-        # Only a root or a step number must be resolved to the same directory on all ranks: a newer
-        # step may be completed before the next rank looks for the newest one.
-        path = None if self._directory is None else self._location
-        return None if path == str(Path(self.path)) else path
-
-    def open(self, rank: int | None = None) -> _core.CheckpointIndex:
-        """Opens the checkpoint for a load, and returns its index.
-
-        If there is no metadata for all ranks, because the ranks saved without collectives, reads
-        this rank's own metadata.
+        Args:
+            names: the metadata files to look for, such as the file of a rank that has saved without
+                collectives. The first that exists is read.
 
         Raises:
             FileNotFoundError: there is no committed checkpoint.
             Corrupt, Unsafe, CheckpointError, OSError: the metadata cannot be read.
         """
-        self.rank = rank
+        self.index = self.safetensors = self.identity = self._metadata = self._descriptors = None
         try:
-            self.open_metadata()
-        except FileNotFoundError as error:
-            if rank is None:
-                raise
-            try:
-                self.open_metadata(rank)
-            except FileNotFoundError:
-                raise error from None
-        if self.index is None:
-            self.tables = self.index = index_of(self.metadata(), self.title)
-        return self.index
-
-    def open_metadata(self, rank: int | None = None) -> None:
-        """Opens the directory, and reads the metadata and, unless it is unpickled, its index.
-
-        Args:
-            rank: read the metadata that this rank has saved without collectives.
-        """
-        self.close()
-        self.index = self.safetensors = self.identity = None
-        self._metadata = self._descriptors = self._encoded = None
-        self.narrowed = {}  # forget the tensors of a failed load
-        self.shares_bytes = False
-        self.has_all_ranks = rank is None
-        try:
-            data, source = self._open(_core.metadata_name(rank))
-            if self.safetensors is not None:
+            # Lock the directory before reading the metadata: from then on, no save can remove the
+            # files that it names.
+            self.directory, self.location, file = open_checkpoint(self.path)
+            share_or_warn(self.directory)
+            # Only a root or a step number must be resolved to the same directory on all ranks: a
+            # newer step may be completed before the next rank looks for the newest one.
+            self.resolved = None if self.location == str(Path(self.path)) else self.location
+            name = next((name for name in names if is_present(name, self.directory)), names[0])
+            self.has_all_ranks = name == METADATA_NAME
+            if file is not None:
+                self.safetensors = read_safetensors(self.directory, file)
                 self.index = self.safetensors.index
-            elif not self.options.allow_pickle:
-                self.index = decode_index(data, source)
-            self.tables = {} if self.index is None else self.index
-            self._encoded = data, source
+                # Models of the same architecture have equal headers, so include the path.
+                files = [(f.name, f.bytes, f.header_crc) for f in self.safetensors.files]
+                contents = os.path.realpath(self.location), files, self.index.tables()
+                data = repr(contents).encode(errors="surrogatepass")
+                self._encoded = data, self.location
+            else:
+                data = metadata_bytes_in(self.directory, name)
+                self._encoded = data, os.path.join(self.directory.path, name)
+                if self.options.allow_pickle:
+                    self.index = index_of(self.metadata(), self.title)
+                else:
+                    self.index = decode_index(*self._encoded)
+            self.tables = self.index
             if self.options.read_once:
                 self.identity = hashlib.blake2b(data, digest_size=16).digest()
         except BaseException:
             self.close()
             raise
-
-    def _open(self, name: str) -> tuple[bytes, str]:
-        """Opens the directory, and returns the contents and the path of the metadata file. For
-        safetensors files, reads their headers, and returns bytes that identify the contents."""
-        # Lock the directory before reading the metadata: from then on, no save can remove the files
-        # that it names.
-        self._directory, self._location, safetensors = open_checkpoint(self.path)
-        share_or_warn(self._directory)
-        if safetensors is None:
-            data = metadata_bytes_in(self._directory, name)
-            return data, os.path.join(self._directory.path, name)
-        self.safetensors = read_safetensors(self._directory, safetensors)
-        # Models of the same architecture have equal headers, so include the path.
-        files = [(file.name, file.bytes, file.header_crc) for file in self.safetensors.files]
-        contents = os.path.realpath(self._location), files, self.safetensors.index.tables()
-        return repr(contents).encode(errors="surrogatepass"), self._location
 
     def metadata(self) -> Metadata:
         """Returns the metadata, decoded into torch's objects."""
@@ -206,41 +186,25 @@ class Source:
         """Releases the metadata, which can be large. The rest of a load needs only the index."""
         self._metadata = self._encoded = None
 
-    @property
-    def stored_bytes(self) -> int | None:
-        """Bytes of the checkpoint; None if they are unknown, or if this rank has its own
-        checkpoint."""
-        if self.index is None or not self.has_all_ranks:
-            return None
-        return self.index.stored_bytes
-
     def close(self) -> None:
         """Closes and unlocks the checkpoint directory, if it is open."""
-        directory, self._directory = self._directory, None
+        directory, self.directory = self.directory, None
         if directory is not None:
             directory.close()
 
     # --- the reads -------------------------------------------------------------------------------
 
-    @property
-    def size_rule(self) -> _C.SizeRule:
-        """Allowed target sizes relative to the stored sizes."""
-        if self.options.allow_shape_mismatch:
-            return _C.SizeRule.ANY
-        return _C.SizeRule.GROWING if self.options.zero_fill else _C.SizeRule.SAME
+    def read_through_cache(self) -> None:
+        """Makes the reads go through the page cache, because other ranks want the same bytes (see
+        loading/page_cache.py). An option of the caller has precedence."""
+        if not self.options.read_once and self.options.direct_io == "auto":
+            self.options = dataclasses.replace(self.options, direct_io=False)
 
-    @property
-    def wave_bytes(self) -> int:
-        """Maximum total size of the objects held in memory at the same time.
-
-        A larger object is loaded on its own. The maximum is half of ``max_inflight_bytes``, or less
-        if half would leave too little scratch memory for the load.
-        """
-        limit = self.options.max_inflight_bytes
-        return min(limit // 2, limit - _core.least_scratch_bytes)
-
-    def read(self, reading: Reading) -> None:
+    def read(self, reading: Reading, tensors: _C.TensorReads | None = None) -> None:
         """Makes the reads.
+
+        Args:
+            tensors: the tensors to read; None for all tensors of ``reading``.
 
         Raises:
             Corrupt: a file is damaged, or shorter than the metadata states. The message names the
@@ -249,16 +213,9 @@ class Source:
             OSError: a system call failed.
             ValueError: a record is larger than ``max_inflight_bytes``.
         """
-        self.read_all_but_tensors(reading)
-        if len(reading.tensors):
-            self.read_tensors(reading.tensors)
-        reading.finish()
-
-    def read_all_but_tensors(self, reading: Reading) -> None:
-        """Reads objects."""
         allow_pickle = self.options.allow_pickle
         for read in reading.transformed:
-            with self.moved.elsewhere():
+            with self.elsewhere():
                 data = self._untransformed(self.read_bytes([read])[0], read)
                 reading.store(read, data, allow_pickle)
         sizes = ((read, read.length) for read in reading.objects)
@@ -266,33 +223,42 @@ class Source:
             stored = self.read_bytes(wave)[::-1]
             for read in wave:
                 data = stored.pop()
-                self.moved.bytes += len(data)
+                self.bytes_moved += len(data)
                 reading.store(read, data, allow_pickle)
                 del data
+        tensors = reading.tensors if tensors is None else tensors
+        if len(tensors):
+            self.read_tensors(tensors)
 
     def read_tensors(self, reads: _C.TensorReads) -> None:
         """Reads tensors into their targets."""
+        assert self.directory is not None
         progress = self.options.progress
-        before = self.moved.bytes
+        before = self.bytes_moved
         planned = reads.stored_bytes if progress else 0
         events = record_events(reads.devices)
 
         def report(done: int) -> None:
-            self.moved.bytes = before + done
+            self.bytes_moved = before + done
             if shown is not None:
                 shown(Progress(planned, 0, done))
 
         showing: AbstractContextManager[Callable[[Progress], None] | None] = nullcontext()
         if progress:
             showing = reporting(progress, f"load {Path(self.path).name}", self.rank, planned)
-        with self.engine_arguments() as arguments, showing as shown:
-            ready = [(device.index, event.cuda_event) for event, device in events]
-            unknown = reads.load(**arguments, progress=report, ready=ready)
+        with showing as shown:
+            unknown = reads.load(
+                directory=self.directory,
+                tables=self.tables,
+                options=self.options,
+                progress=report,
+                ready=[(device.index, event.cuda_event) for event, device in events],
+            )
         self.narrowed.update(lost_precision(reads))
         for number in unknown:
             read = reads[number]
             record = _core.ObjectRead(read.name, read.file, read.offset, read.length)
-            with self.moved.elsewhere():
+            with self.elsewhere():
                 # Free each record before the next one is read.
                 data = self.read_bytes([record])[0]
                 if read.is_transformed:
@@ -301,8 +267,10 @@ class Source:
 
     def read_bytes(self, reads: list[_core.ObjectRead]) -> list[bytes]:
         """Returns the stored bytes of objects."""
-        with self.engine_arguments() as arguments:
-            return _core.load_bytes(reads, **arguments)
+        assert self.directory is not None
+        return _core.load_bytes(
+            reads, directory=self.directory, tables=self.tables, options=self.options
+        )
 
     def verifies_parts(self) -> Callable[[str], bool]:
         """Returns a function that returns True for files whose records are verified in partial
@@ -313,10 +281,22 @@ class Source:
         tables = self.tables if isinstance(self.tables, dict) else self.tables.tables()
         return tables.__contains__
 
-    # --- private ---------------------------------------------------------------------------------
+    def progress(self) -> int:
+        """Returns a number that changes as long as the reads make progress. A rank that reads sends
+        heartbeats based on it."""
+        return time.monotonic_ns() if self._is_elsewhere else self.bytes_moved
 
-    def _refuse_url(self, path: str | os.PathLike[str]) -> None:
-        refuse_url(path)
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Block in which other code reads, or waits for ranks, without reporting its progress. The
+        block always counts as progress."""
+        self._is_elsewhere = True
+        try:
+            yield
+        finally:
+            self._is_elsewhere = False
+
+    # --- private ---------------------------------------------------------------------------------
 
     def _untransformed(self, data: bytes, read: _core.ObjectRead | _C.TensorRead) -> bytes:
         """Undoes the stream transforms of a record."""
@@ -333,18 +313,3 @@ class Source:
             io.BytesIO(data),
         )
         return stream.read(-1)
-
-    @contextmanager
-    def engine_arguments(self) -> Iterator[dict[str, Any]]:
-        """Block with the arguments of the engine's loads: the open directory, the checksum tables
-        of its files, and the options. If the directory is closed, opens it for the block."""
-        is_open = self._directory is not None
-        directory = self._directory or share_or_warn(open_checkpoint(self.path).directory)
-        try:
-            options = self.options
-            if self.shares_bytes and not options.read_once and options.direct_io == "auto":
-                options = dataclasses.replace(options, direct_io=False)
-            yield {"directory": directory, "tables": self.tables, "options": options}
-        finally:
-            if not is_open:
-                directory.close()

@@ -82,16 +82,12 @@ class Archive:
             raise ValueError("its zip archive has compressed entries")
         if sum(self._sizes.values()) > len(data):
             raise ValueError("its zip archive has overlapping entries")
-        order = bytes(self._record("byteorder")) if "byteorder" in self._sizes else b"little"
+        order = bytes(self.record("byteorder")) if "byteorder" in self._sizes else b"little"
         if order.decode() != sys.byteorder:
             raise ValueError(
                 f"it was saved on a machine with another byte order ({order.decode()!r})"
             )
         self._storages: dict[str, torch.UntypedStorage] = {}
-
-    def program(self) -> bytes:
-        """Returns the pickle."""
-        return self._record("data.pkl")
 
     def storage(self, reference: object) -> Any:
         """Returns the storage that a persistent id refers to."""
@@ -120,7 +116,8 @@ class Archive:
             self._storages[key] = untyped
         return untyped_torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
-    def _record(self, name: str) -> bytes:
+    def record(self, name: str) -> bytes:
+        """Returns the contents of an entry."""
         record: bytes = self._reader.get_record(name)
         if len(record) != self._sizes[name]:
             raise ValueError(f"its zip archive has two entries named {name}")
@@ -131,7 +128,7 @@ class Archive:
 # hooks for calls.
 class Unpickler(_Interpreter):  # type: ignore[misc]
     def __init__(self, archive: Archive) -> None:
-        super().__init__(io.BytesIO(archive.program()), encoding="utf-8")
+        super().__init__(io.BytesIO(archive.record("data.pkl")), encoding="utf-8")
         self.persistent_load = archive.storage
         self._declared = _declared_safe()
         self._classes = {value for value in self._declared.values() if isinstance(value, type)}

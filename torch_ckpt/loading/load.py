@@ -1,157 +1,357 @@
-"""Loads a checkpoint on all ranks.
+"""Loads a state dict, including values that have a state of their own, such as modules.
 
-1. Each rank flattens its state dict and compares it with the checkpoint's index: names, kinds,
-   shapes and dtypes. All differences are reported together, on all ranks, before anything changes.
-2. Each rank allocates memory for the meta tensors to load.
-3. Each rank reads the values that it needs. The engine plans them from the index. torch describes
-   the parts of tensors that the engine does not know, such as ShardedTensors
-   (checkpoint/flat_state.py). Ranks exchange plans only for ``read_once``.
-4. Tensors are loaded in place. All other values are replaced, and ``Stateful`` values receive their
-   state through ``load_state_dict``.
+1. Every rank builds targets for the values, and compares them with the checkpoint: names, kinds,
+   shapes and dtypes. If any rank cannot load, all ranks raise, and no value has been changed. Ranks
+   exchange plans only for ``read_once``.
+2. Every rank allocates memory for the meta tensors to load, and reads the values that it needs. The
+   engine plans the reads from the index. torch describes the parts of tensors that the engine does
+   not know, such as ShardedTensors (checkpoint/flat_state.py). Tensors are filled in place.
+3. Every rank restores the other values: it replaces plain values, and passes states to the objects
+   that have one.
+
+With ``free_before_read``, steps 2 and 3 are made for one top-level key at a time.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch._utils import _get_device_module
-from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict_v_2_3
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.checks import reusable
+from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt._base.formatting import some_of
+from torch_ckpt._base.formatting import MOST_NAMES, some_of
+from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.chunks import chunks_here
-from torch_ckpt.checkpoint.flat_state import describe_target, flatten_sharded_tensors
+from torch_ckpt.checkpoint.dtypes import warn_of_lost_precision
+from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
+from torch_ckpt.checkpoint.index import METADATA_NAME
+from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.reading import Reading
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import LoadMismatch
-from torch_ckpt.loading.renaming import Rename, new_names, rename_in, suggested_rename
-from torch_ckpt.loading.report import LoadReport, Names
-from torch_ckpt.state.placeholders import (
-    DEVICE,
-    OptionalObject,
-    Placeholder,
-    Stored,
-    describe_sharded,
+from torch_ckpt.loading.by_planner import load_by_dcp
+from torch_ckpt.loading.match import (
+    Chosen,
+    Match,
+    StateDict,
+    allocate,
+    compare,
+    flattened_as_2_3,
+    torchs_words,
 )
-
-StateDict = dict[str, Any]
-
-T = TypeVar("T")
+from torch_ckpt.loading.page_cache import RankReads, want_same_bytes
+from torch_ckpt.loading.renaming import Rename, new_names, rename_in, suggested_rename
+from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
+from torch_ckpt.loading.shared_reads import read_once
+from torch_ckpt.options import LEAST_INFLIGHT_BYTES
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.failures import CheckpointFailed
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
+from torch_ckpt.state.placeholders import Stored
+from torch_ckpt.state.splitting import OBJECTS
+from torch_ckpt.state.states import States
 
 #: True if all values of a state dict must fit the checkpoint; "dtypes" if also their dtypes must.
 Strict = bool | Literal["dtypes"]
 
-# Types of values that a stored tensor replaces.
-_NUMBERS = (bool, int, float, complex, type(None))
+
+class LoadArguments(TypedDict, total=False):
+    """Arguments of :func:`load`; see :func:`torch_ckpt.load` and, for ``restores_structure``,
+    :class:`LoadRun`."""
+
+    planner: LoadPlanner | None
+    process_group: dist.ProcessGroup | None
+    no_dist: bool
+    strict: Strict
+    names: Names
+    rename: Rename
+    free_before_read: bool
+    timeout: float
+    restores_structure: bool
 
 
-@dataclass
-class Match:
-    """A state dict that was compared with the checkpoint.
+class _RankPlan(NamedTuple):
+    """A message of a rank about its plan.
 
     Attributes:
-        values: the state dict.
-        state: the flattened state dict.
-        report: the comparison.
-        loaded_keys: top-level keys with at least one value to load; all keys if the caller passed
-            no ``names``.
-        reading: the reads of the values that can be loaded.
-        tied: number of each tensor that is missing from the checkpoint, and number of a loaded
-            tensor in the same memory.
+        unmatched: the patterns in ``names`` that match none of its names.
+        skipped: the names that it does not load, with the reasons.
+        by_state: True if it restores values through their state.
+        reads: what it reads.
     """
 
-    values: StateDict
-    state: _C.LoadState
-    report: LoadReport
-    loaded_keys: Set[str]
-    reading: Reading
-    tied: list[tuple[int, int]]
+    unmatched: list[str]
+    skipped: list[str]
+    by_state: bool
+    reads: RankReads
 
 
-class Load:
-    """A load on this rank.
+def load(
+    state_dict: StateDict,
+    source_of: Callable[[], Source],
+    *,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    strict: Strict = True,
+    names: Names = None,
+    rename: Rename = None,
+    free_before_read: bool = False,
+    timeout: float = TIMEOUT_SECONDS,
+    restores_structure: bool = False,
+) -> LoadReport | Checkpoint:
+    """Loads a checkpoint into a state dict.
 
     Args:
-        source: the checkpoint, which the load opens.
-        rank: this rank, whose own metadata is read if there is none for all ranks.
+        state_dict, planner, process_group, no_dist, strict, names, rename, free_before_read,
+            timeout: see :func:`torch_ckpt.load`.
+        source_of: creates the source. If it fails, the load fails on all ranks.
+        restores_structure: see :class:`LoadRun`. It has no effect with a planner.
+
+    Raises:
+        CheckpointException: on every rank, with the cause of each rank that failed.
+    """
+    # Do this before anything can fail, so that all ranks count the same loads.
+    ranks = Exchange.open(RankGroup.of(process_group, no_dist), "load", timeout)
+    if planner is not None:
+        is_strict = bool(strict) and names is None and rename is None and not free_before_read
+        return load_by_dcp(state_dict, source_of, planner, ranks, process_group, is_strict)
+    try:
+        with ExitStack() as stack, ranks:
+            states = States(state_dict)
+            source = source_of()
+            stack.callback(source.close)
+            if free_before_read and source.options.read_once:
+                raise ValueError("Pass either free_before_read or read_once, not both.")
+            run = LoadRun(
+                source, ranks, states, names, rename, restores_structure=restores_structure
+            )
+            if free_before_read:
+                run.run_freeing(strict)
+            else:
+                run.run(strict, process_group)
+            if source.narrowed:
+                warn_of_lost_precision(source.narrowed)
+            return run.report
+    except CheckpointFailed as error:
+        # Drop the frames, which only show the exchange between ranks. The causes keep their own.
+        raise error.with_traceback(None) from error.__cause__
+
+
+class LoadRun:
+    """A load on this rank. The methods follow the steps in the module's docstring.
+
+    Values that have a state are loaded through their state (state/states.py). So are lists with
+    tensors, and plain values that the checkpoint stores as a former manager did.
+
+    Args:
+        source: the checkpoint, which the run opens.
+        ranks: the ranks that load together. If there is no metadata for all ranks, because the
+            ranks saved without collectives, each rank reads its own metadata.
+        states: the values, which are filled in place or replaced.
         names: selects names of the state dict to load; None selects all.
         rename: maps the checkpoint's names to names of the state dict.
+        only_compared: True if nothing is read. Modules may then be on the meta device.
+        restores_structure: True restores the saved structure of plain values, whose dicts may get
+            new keys. False fills the values of the current structure, as ``dcp.load`` does.
+
+    Attributes:
+        report: how the values compare with the checkpoint.
     """
 
     def __init__(
         self,
         source: Source,
-        rank: int = 0,
+        ranks: Exchange,
+        states: States,
         names: Names = None,
         rename: Rename = None,
+        *,
+        only_compared: bool = False,
+        restores_structure: bool = False,
     ) -> None:
-        self.source = source
-        self._rank = rank
+        source.rank = ranks.rank
+        self.report = LoadReport()
+        self._source = source
+        self._ranks = ranks
+        self._states = states
+        self._state_dict = states.values
+        self._chosen = None if names is None else Chosen(names)
         self._rename = None if rename is None else reusable(rename)
-        self._chosen = None if names is None else _Chosen(names)
-        #: True if all names are loaded, because the caller passed no ``names``.
-        self.loads_all = names is None
-        self._index: _core.CheckpointIndex | None = None
+        self._only_compared = only_compared
+        self._restores_structure = restores_structure
+        # All ranks read the values that have a state in this order, because state_dict() may be a
+        # collective operation.
+        self._stateful = sorted(states.stateful())
+        # The keys of the values that are loaded through States.
+        self._by_state = set(self._stateful)
+        # The contents of the open checkpoint, and its decoded metadata, both with new names.
+        self._stored: Stored | None = None
         self._renamed: Metadata | None = None
-        self._old_names: dict[str, str] = {}
+        # Size and digest of the planned reads of tensors.
+        self._read_bytes, self._read_digest = 0, 0
 
-    @property
-    def unmatched(self) -> list[str]:
-        """The patterns in ``names`` that have not matched any name so far."""
-        return [] if self._chosen is None else self._chosen.unmatched()
+    def run(self, strict: Strict, process_group: dist.ProcessGroup | None) -> None:
+        """Loads all values, on every rank.
 
-    @property
-    def index(self) -> _core.CheckpointIndex:
-        """The index of the checkpoint. The first access opens the checkpoint."""
-        if self._index is None:
-            index = self.source.open(self._rank)
-            if self._rename is not None:
-                new = new_names(index.names(), self._rename)
-                index = index.renamed(list(new.values()))
-                self._old_names = {name: old for old, name in new.items()}
-            self._index = index
-        return self._index
+        Args:
+            strict: require that all names match; see :func:`torch_ckpt.load`.
+            process_group: ranks that share reads; None for the default group.
+
+        Raises:
+            CheckpointException: a rank failed; raised on every rank with the cause from each failed
+                rank.
+        """
+        match, by_state = self._agree(strict)
+        assert match is not None
+        self._ranks.run("load", partial(self._read, match, process_group))
+        if by_state:
+            self._ranks.run("finish", partial(self._restore_all, match))
+        else:
+            self._restore_all(match)
+
+    def run_freeing(self, strict: Strict) -> None:
+        """Loads a state that is too large to fit into memory twice.
+
+        Loads one key at a time, because ``state_dict()`` may return a copy, and deletes each object
+        before reading its replacement.
+        """
+        # All ranks call a value's state_dict() in the same step, because it may be a collective.
+        plain = sorted(self._state_dict.keys() - set(self._stateful))
+        steps = [plain, *([key] for key in self._stateful)]
+        self._ranks.exchange("plan", self._begin_freeing, _require_same_keys)
+        for keys in steps:
+            self._ranks.run("plan", partial(self._compare_keys, keys))
+        self._agree(strict, is_matched=True)
+        for keys in steps:
+            self._ranks.run("load", partial(self._read_freeing, keys))
+        self._states.warn_of_differences()
+
+    # --- 1. the plan -----------------------------------------------------------------------------
+
+    def match(self) -> Match:
+        """Compares all values with the checkpoint. Changes no value."""
+        refuse_capture()
+        targets = dict(self._state_dict)
+        # Open the checkpoint after state_dict() of all values: if this rank fails earlier, other
+        # ranks wait in a collective operation.
+        targets.update((key, self._target(key)) for key in self._stateful)
+        self._open()
+        for key in self._state_dict:
+            if key not in self._by_state:
+                targets[key] = self._target(key)
+        match = self._match(targets)
+        self.report = match.report
+        if self.report.missing:
+            self._suggest_rename()
+        return match
 
     @no_gc()
-    def match(self, values: StateDict) -> Match:
+    def _open(self) -> None:
+        source = self._source
+        source.open((METADATA_NAME, _core.metadata_name(self._ranks.rank)))
+        assert source.index is not None
+        index, old_names = source.index, {}
+        if self._rename is not None:
+            new = new_names(index.names(), self._rename)
+            index = index.renamed(list(new.values()))
+            old_names = {name: old for old, name in new.items()}
+        self._stored = Stored(
+            index,
+            self._metadata,
+            self._read_objects,
+            old_names,
+            source.size_rule,
+            loads_all=self._chosen is None,
+        )
+
+    def _target(self, key: str) -> Any:
+        """Returns the target for the value of a key."""
+        value = self._state_dict[key]
+        if key not in self._by_state:
+            assert self._stored is not None
+            index = self._stored.index
+            # The tensors of a list may have other numbers and shapes than when it was saved.
+            has_new_structure = not isinstance(value, torch.Tensor) and (
+                f"{key}.{OBJECTS}" in index or (isinstance(value, list) and key not in index)
+            )
+            if not (self._restores_structure or has_new_structure):
+                return value
+            self._by_state.add(key)
+        is_only_compared = self._only_compared and isinstance(value, torch.nn.Module)
+        return self._states.read(key, for_load=not is_only_compared)
+
+    @no_gc()
+    def _match(self, targets: StateDict) -> Match:
         """Compares a complete or partial state dict with the checkpoint, and plans the reads of all
-        values that fit. Changes no value."""
-        # Decode the metadata first: its index needs less memory than the decoding.
-        index = self.index
-        state = _C.LoadState(values, chunks_here)
+        values that fit."""
+        assert self._stored is not None
+        state = _C.LoadState(targets, chunks_here)
         flatten_sharded_tensors(state)
-        match = self._match(values, state, index)
+        match = compare(targets, state, self._stored, self._chosen)
         if match.report.missing and match.report.unexpected:
-            old = _flattened_as_2_3(values)
+            old = flattened_as_2_3(targets)
             if not old.keys().isdisjoint(match.report.unexpected):
                 state = _C.LoadState({}, chunks_here)
                 for name, (path, value) in old.items():
                     state.add(name, path, value)
-                match = self._match(values, state, index)
-        self._plan(match)
-        self._suggest_rename(match.report)
+                match = compare(targets, state, self._stored, self._chosen)
+        match.plan()
+        if dist.is_initialized():
+            self._read_bytes += match.reading.tensors.stored_bytes
+            self._read_digest ^= match.reading.tensors.digest
         return match
 
-    def require_fit(self, report: LoadReport, strict: Strict) -> None:
+    def _suggest_rename(self) -> None:
+        """Finds the renaming that would make all missing names fit, unless ``rename`` is set."""
+        missing, unexpected = self.report.missing, self.report.unexpected
+        if missing and unexpected and self._rename is None:
+            assert self._stored is not None
+            names = self._stored.index.names()
+            self.report.rename = suggested_rename(names, missing, unexpected)
+
+    def _metadata(self) -> Metadata:
+        """Returns the metadata, decoded into torch's objects."""
+        if self._renamed is None:
+            self._renamed = self._source.metadata()
+            rename_in(self._renamed, self._rename)
+        return self._renamed
+
+    def _read_objects(self, names: Iterable[str]) -> StateDict:
+        """Reads objects before the load. Leaves out objects that only torch's code can read."""
+        assert self._stored is not None
+        values: StateDict = {}
+        state = _C.LoadState({}, chunks_here)
+        for name in names:
+            state.add(name, (name,), None)
+        state.match(self._stored.index, self._source.size_rule, None)
+        objects = state.plan(_C.TensorReads())
+        reads = [state.object_read(row) for row in objects if not state.is_transformed(row)]
+        self._source.read(Reading(values=values, objects=reads))
+        return values
+
+    def _require_fit(self, strict: Strict) -> None:
         """Raises LoadMismatch if the checkpoint does not fit the state dict.
 
-        If ``strict`` is true, every value must fit. Otherwise, each top-level dict and ``Stateful``
-        value must have at least one value that can be loaded, and so must the state dict.
+        If ``strict`` is true, every value must fit, and the checkpoint must not have values for a
+        dict that is empty in the state dict: a load would skip these values. Otherwise, each
+        top-level dict and ``Stateful`` value must have at least one value that can be loaded, and
+        so must the state dict.
         """
-        self._suggest_rename(report)
+        report = self.report
         is_refused = bool(report.refused) or (strict and not report.fits)
         if is_refused or (strict == "dtypes" and report.dtypes):
-            lines = "\n".join([*_torchs_words(report), str(report)])
+            lines = "\n".join([*torchs_words(report), str(report)])
             raise LoadMismatch(f"the checkpoint does not fit the state dict: {lines}", report)
         if report.absent or not (report.loaded or report.fits):
             what = some_of(report.absent) or "the state dict"
@@ -161,8 +361,82 @@ class Load:
                 f"names=: {report}",
                 report,
             )
+        if not (strict and self._chosen is None and report.unexpected):
+            return
+        plain = {k: v for k, v in self._state_dict.items() if k not in self._by_state}
+        for empty in _empty_dicts(plain):
+            beneath = [name for name in report.unexpected if name.startswith(f"{empty}.")]
+            if beneath:
+                raise LoadMismatch(
+                    f"{empty} is an empty dict, but the checkpoint has {some_of(beneath)}. Pass "
+                    "the optimizer or other object itself instead of its state_dict(), or omit "
+                    f"{empty}",
+                    report,
+                )
 
-    def begin(self, match: Match, *, is_last: bool = False) -> Reading:
+    def _agree(self, strict: Strict, *, is_matched: bool = False) -> tuple[Match | None, bool]:
+        """Compares all values on all ranks. Rank 0 warns about names that any rank skips.
+
+        Args:
+            is_matched: True if the values have been compared already.
+
+        Returns:
+            The comparison on this rank, and True if any rank restores a value through its state,
+            which can fail.
+        """
+        (skipped, by_state, share_bytes), match = self._ranks.exchange(
+            "plan", partial(self._plan, strict, is_matched), self._combine
+        )
+        source, report = self._source, self.report
+        if share_bytes:
+            source.read_through_cache()
+        if skipped and self._ranks.rank == 0:
+            path = source.title
+            LOGGER.info("%s: %d names match, %d skipped", path, len(report.loaded), len(skipped))
+            hint = f". Pass rename={report.rename} to load them" if report.rename else ""
+            warn(f"{path}: skipped because of strict=False: {some_of(skipped)}{hint}")
+        return match, by_state
+
+    def _plan(self, strict: Strict, is_matched: bool) -> tuple[_RankPlan, Match | None]:
+        match = None
+        if is_matched:
+            self._suggest_rename()
+        else:
+            match = self.match()
+        self._require_fit(strict)
+        plan = _RankPlan(
+            [] if self._chosen is None else self._chosen.unmatched(),
+            [] if self.report.fits else self.report.skipped,
+            bool(self._by_state),
+            RankReads(self._read_bytes, self._read_digest, self._source.resolved),
+        )
+        return plan, match
+
+    def _combine(self, plans: list[_RankPlan]) -> tuple[list[str], bool, bool]:
+        """Raises ValueError if a pattern matched nothing on any rank."""
+        source = self._source
+        stored = source.index.stored_bytes if source.index and source.has_all_ranks else None
+        share_bytes = want_same_bytes([plan.reads for plan in plans], stored, source.title)
+        if plans[0].unmatched:
+            _require_matches(
+                pattern
+                for pattern in plans[0].unmatched
+                if all(pattern in plan.unmatched for plan in plans)
+            )
+        skipped = dict.fromkeys(name for plan in plans for name in plan.skipped)
+        return list(skipped), any(plan.by_state for plan in plans), share_bytes
+
+    # --- 2. the reads ----------------------------------------------------------------------------
+
+    def _read(self, match: Match, process_group: dist.ProcessGroup | None) -> None:
+        source, begin = self._source, partial(self._begin, match, is_last=True)
+        with self._ranks.alive(source.progress):
+            if source.options.read_once and self._ranks.distributed:
+                read_once(source, begin, process_group)
+            else:
+                source.read(begin())
+
+    def _begin(self, match: Match, *, is_last: bool = False) -> Reading:
         """Allocates memory for meta tensors, zeroes the regions that are not stored, and returns
         the reads.
 
@@ -170,241 +444,144 @@ class Load:
             is_last: True to release the flattened state and, unless records were transformed, the
                 metadata. Nothing can be matched afterwards.
         """
-        on_meta = match.state.loaded_on_meta()
+        source, state = self._source, match.state
+        on_meta = state.loaded_on_meta()
         for row in on_meta:
-            real = _allocate(match.state.value(row))
-            set_element(match.values, match.state.path(row), real)
-            match.state.replace(row, real)
+            real = allocate(state.value(row))
+            set_element(match.values, state.path(row), real)
+            state.replace(row, real)
             for tied in (tied for tied, other in match.tied if other == row):
-                set_element(match.values, match.state.path(tied), real)
+                set_element(match.values, state.path(tied), real)
         if on_meta:
-            self._plan(match)
-        if self.source.options.lets_sizes_differ:
-            match.state.zero_unstored()
+            match.plan()
+        if source.size_rule != _C.SizeRule.SAME:
+            state.zero_unstored()
         reading = match.reading
         if is_last:
             match.state, match.reading = _C.LoadState({}, chunks_here), Reading()
-            self._index = self._renamed = None
+            self._stored = self._renamed = None
             if not (reading.transformed or reading.tensors.has_transformed):
-                self.source.release_metadata()
+                source.release_metadata()
         return reading
 
-    def read_freeing(self, reading: Reading, let_go: Callable[[], None]) -> None:
-        """Reads tensors in place. Frees each object before reading its replacement.
+    # --- 3. the values that are not filled in place ----------------------------------------------
 
-        Args:
-            let_go: called after each removal of an object that is a top-level value of the state
-                dict, so that the caller can drop its own reference to the object.
-        """
+    def _restore_all(self, match: Match) -> None:
+        old_and_new = zip(self._state_dict.items(), match.values.values(), strict=True)
+        replaced = [key for (key, old), new in old_and_new if new is not old]
+        for key in sorted({*replaced, *self._stateful}):
+            if key in match.loaded_keys:
+                self._restore(key, match.values[key])
+        if self._by_state:
+            self._states.warn_of_differences()
+
+    def _restore(self, key: str, loaded: Any) -> None:
+        """Restores the value of a key from its loaded target."""
+        if key not in self._by_state:
+            self._state_dict[key] = loaded
+            return
+        self._states.apply(key, loaded)
+
+    # --- one key at a time -----------------------------------------------------------------------
+
+    def _begin_freeing(self) -> tuple[list[str], None]:
+        refuse_capture()
+        self._open()
+        # Start with all names in the checkpoint. Comparing a key removes the names beneath it.
+        self.report.unexpected = self._match({}).report.unexpected
+        return self._stateful, None
+
+    def _compare_keys(self, keys: list[str]) -> None:
+        for key in keys:
+            self.report.add(self._match({key: self._target(key)}).report)
+
+    def _read_freeing(self, keys: list[str]) -> None:
+        with self._ranks.alive(self._source.progress):
+            for key in keys:
+                self._read_key_freeing(key)
+
+    def _read_key_freeing(self, key: str) -> None:
+        """Reads tensors in place. Frees each object before reading its replacement."""
+        values = {key: self._target(key)}
+        match = self._match(values)
+        is_loaded = key in match.loaded_keys
+        # Only `reading` may refer to the values, so that they can be freed during the read.
+        reading = self._begin(match)
+        del match
         objects, reading.objects = reading.objects, []
-        self.source.read(reading)
+        self._source.read(reading)
         for read in objects:
             set_element(reading.values, read.target, None)
-            if len(read.target) == 1:
-                let_go()
-            self.source.read(Reading(values=reading.values, objects=[read]))
+            if len(read.target) == 1 and key not in self._by_state:
+                self._state_dict[key] = None
+            self._source.read(Reading(values=reading.values, objects=[read]))
+        if is_loaded:
+            self._restore(key, values[key])
 
-    # --- private ---------------------------------------------------------------------------------
+    # --- without a read --------------------------------------------------------------------------
 
-    def _metadata(self) -> Metadata:
-        """Returns the metadata, decoded into torch's objects."""
-        if self._renamed is None:
-            self._renamed = self.source.metadata()
-            rename_in(self._renamed, self._rename)
-        return self._renamed
-
-    def _match(self, values: StateDict, state: _C.LoadState, index: _core.CheckpointIndex) -> Match:
-        contents = Stored(
-            index,
-            self._metadata,
-            self._read_objects,
-            self._old_names,
-            self.source.size_rule,
-            self.loads_all,
+    def estimate(self) -> ReadMemory:
+        """Estimates the memory that the load needs. Reads only the metadata."""
+        match, source = self.match(), self._source
+        _require_matches([] if self._chosen is None else self._chosen.unmatched())
+        self._require_fit(strict=True)
+        reads = match.reading.tensors
+        targets = [(read.tensor, read.tensor.numel() * read.dtype.itemsize) for read in reads]
+        limit = source.options.max_inflight_bytes
+        objects = [read.length for read in match.reading.objects]
+        # If the engine cannot write into a target, it reads into a copy, one slice of dimension 0
+        # at a time. The limit must allow for the largest slice.
+        copies = [(target, size) for target, size in targets if not _is_read_in_place(target)]
+        slices = (size // max(t.size(0) if t.dim() else 1, 1) for t, size in copies)
+        least = max([0, *slices, *objects])
+        scratch = source.options.threads * _core.load_chunk_bytes
+        if reads.devices:
+            scratch *= 2
+        scratch = min(scratch, limit) if targets else 0
+        held = min(sum(size for _target, size in copies), limit // 2)
+        wave = min(sum(objects), max([source.wave_bytes, *objects]))
+        return ReadMemory(
+            target_bytes=sum(_local_bytes(match.state.value(row)) for row in match.state.loaded()),
+            stored_bytes=reads.stored_bytes + sum(objects),
+            beyond_targets_bytes=min(max(scratch + held, wave), limit),
+            least_inflight_bytes=max(least + _core.least_scratch_bytes, LEAST_INFLIGHT_BYTES),
         )
-        placeholders: list[Placeholder] = []
-        for row in state.others():
-            value = state.value(row)
-            if not isinstance(value, Placeholder):
-                continue
-            name, path = state.name(row), state.path(row)
-            if self._chosen and isinstance(value, OptionalObject) and not self._chosen(name):
-                continue
-            state.remove(row)
-            placeholders.append(value)
-            for found, target in value.choose(contents, name).items():
-                state.add(found, (*path, found), target)
-        match = state.match(index, self.source.size_rule, self._chosen)
-        # A number that has become a tensor since the state dict was built, such as the best loss.
-        numbers = [
-            row
-            for row in match.kinds
-            if type(state.value(row)) in _NUMBERS and contents.is_tensor(state.name(row))
-        ]
-        for row in numbers:
-            state.replace(row, contents.meta_tensor(state.name(row), torch.device("cpu")))
-        if numbers:
-            match = state.match(index, self.source.size_rule, self._chosen)
-        report = LoadReport(
-            refused=[
-                describe_sharded(state.name(row))
-                for row in numbers
-                if contents.is_sharded(state.name(row))
-            ],
-            loaded=match.loaded,
-            missing=match.missing,
-            unexpected=match.unexpected,
-            shapes=match.shapes,
-            dtypes=match.dtypes,
-            grown=match.grown,
-            absent=match.absent_keys,
-            truncated=match.truncated,
-        )
-        for row in match.kinds:
-            name, value = state.name(row), state.value(row)
-            stored = "an object" if index.tensor(name) is None else "a tensor"
-            is_placeholder = isinstance(value, Placeholder)
-            wanted = value.wanted if is_placeholder else f"a {type(value).__name__}"
-            report.kinds.append((name, stored, wanted))
-        loaded = set(report.loaded) if placeholders else set()
-        for placeholder in placeholders:
-            report.refused += placeholder.refusals(contents, self._chosen or (lambda _name: True))
-            placeholder.matched(loaded)
-        tied = _tied(state, report) if report.missing else []
-        loaded_keys = values.keys() if self.loads_all else set(match.loaded_keys)
-        if tied:
-            names = dict.fromkeys(state.name(row) for row, _other in tied)
-            keys = {str(state.path(row)[0]) for row, _other in tied}
-            report.loaded += names
-            report.missing = [name for name in report.missing if name not in names]
-            report.absent = [key for key in report.absent if key not in keys]
-            loaded_keys = loaded_keys | keys
-        return Match(values, state, report, loaded_keys, Reading(), tied)
-
-    def _suggest_rename(self, report: LoadReport) -> None:
-        """Finds the renaming that would make all missing names fit, unless ``rename`` is set."""
-        if report.missing and report.unexpected and self._rename is None:
-            names = self.index.names()
-            report.rename = suggested_rename(names, report.missing, report.unexpected)
-
-    def _read_objects(self, names: Iterable[str]) -> StateDict:
-        """Reads objects before the load. Leaves out objects that only torch's code can read."""
-        values: StateDict = {}
-        state = _C.LoadState({}, chunks_here)
-        for name in names:
-            state.add(name, (name,), None)
-        state.match(self.index, self.source.size_rule, None)
-        objects = state.plan(_C.TensorReads())
-        reads = [state.object_read(row) for row in objects if not state.is_transformed(row)]
-        self.source.read(Reading(values=values, objects=reads))
-        return values
-
-    def _plan(self, match: Match) -> None:
-        """Plans the reads."""
-        state, reading = match.state, Reading(values=match.values)
-        for row in state.undescribed():
-            describe_target(state, row)
-        for row in state.plan(reading.tensors):
-            read = state.object_read(row)
-            (reading.transformed if state.is_transformed(row) else reading.objects).append(read)
-        match.reading = reading
 
 
-def _torchs_words(report: LoadReport) -> Iterator[str]:
-    """Yields differences in the wording of torch's planner, which callers may search for."""
-    for name in report.missing[:1]:
-        yield f"Missing key in checkpoint state_dict: {name}."
-    for name, has, wants in report.shapes[:1]:
-        yield f"Size mismatch between saved {has} and current: {wants} for {name}."
+def _empty_dicts(value: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the names of empty dicts within nested dicts."""
+    for key, part in value.items():
+        if isinstance(part, Mapping):
+            yield from _empty_dicts(part, f"{prefix}{key}.") if part else [f"{prefix}{key}"]
 
 
-def _tied(state: _C.LoadState, report: LoadReport) -> list[tuple[int, int]]:
-    """Finds missing tensors that have the same memory as a loaded tensor, such as the output layer
-    of a model that shares its weight with the embedding."""
-    loaded, missing = set(report.loaded), set(report.missing)
-    rows_of: dict[Any, int] = {}
-    wanted: list[tuple[int, Any]] = []
-    for row, name in enumerate(state.names()):
-        if name in loaded or name in missing:
-            memory = _memory_of(state.value(row))
-            if memory is not None and name in loaded:
-                rows_of.setdefault(memory, row)
-            elif memory is not None:
-                wanted.append((row, memory))
-    return [(row, rows_of[memory]) for row, memory in wanted if memory in rows_of]
+def _require_same_keys(keys_of_all: list[list[str]]) -> None:
+    """Raises ValueError if ranks have values with a state under different keys."""
+    for rank, keys in enumerate(keys_of_all):
+        if keys != keys_of_all[0]:
+            raise ValueError(
+                "free_before_read=True requires that all ranks have values with a state under "
+                f"the same keys: rank 0 has {keys_of_all[0][:MOST_NAMES]}, rank {rank} has "
+                f"{keys[:MOST_NAMES]}"
+            )
 
 
-def _memory_of(value: Any) -> Any:
-    """Returns a key that is equal for tensors with the same elements in memory; None for other
-    values and for empty tensors."""
-    local = getattr(value, "_local_tensor", value)
-    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided:
-        return None
-    if not local.numel():
-        return None
-    layout = getattr(value, "_spec", None)
-    storage = local.untyped_storage()._cdata
-    return storage, local.storage_offset(), local.shape, local.stride(), local.dtype, layout
+def _require_matches(unmatched: Iterable[str]) -> None:
+    """Raises ValueError if there are patterns that match nothing."""
+    patterns = ", ".join(map(repr, unmatched))
+    if patterns:
+        raise ValueError(f"no name in the state dict matches {patterns}")
 
 
-def _flattened_as_2_3(values: StateDict) -> dict[str, tuple[Any, Any]]:
-    """Returns the path and the value for each name that torch 2.3 or older would have used.
-
-    Empty if two values would have the same name, because torch 2.3 refused to save them.
-    """
-    found: list[tuple[tuple[Any, ...], Any]] = []
-    # Not flatten_state_dict: its version is a global variable, which saves in other threads use.
-    traverse_state_dict_v_2_3(values, lambda path, value: found.append((path, value)))
-    flat = {".".join(map(str, path)): (path, value) for path, value in found}
-    return flat if len(flat) == len(found) else {}
+def _is_read_in_place(target: torch.Tensor) -> bool:
+    # The load replaces a meta tensor with a plain tensor.
+    return target.is_meta or (_C.is_plain(target) and not (target.is_conj() or target.is_neg()))
 
 
-class _Chosen:
-    """Decides which names are loaded, and records the patterns that match."""
-
-    def __init__(self, names: Iterable[str] | Callable[[str], bool]) -> None:
-        if isinstance(names, str):
-            raise ValueError(f"names must be a list of patterns, got the string {names!r}")
-        self._function = names if callable(names) else None
-        self._matched = {} if callable(names) else dict.fromkeys(names, False)
-
-    def __call__(self, name: str) -> bool:
-        if self._function is not None:
-            return bool(self._function(name))
-        matching = [p for p in self._matched if fnmatch.fnmatchcase(name, p)]
-        self._matched.update(dict.fromkeys(matching, True))
-        return bool(matching)
-
-    def unmatched(self) -> list[str]:
-        """Returns the patterns that have not matched any name."""
-        return [pattern for pattern, is_matched in self._matched.items() if not is_matched]
-
-
-def _allocate(value: Any) -> Any:
-    """Allocates a tensor like a meta tensor.
-
-    The device is the one that :meth:`Stored.meta_tensor` received; otherwise the process group's
-    device or, without a process group, the default device.
-    """
-    device: Any = getattr(value, DEVICE, None) or torch.get_default_device()
-    if device.type == "meta":
-        device = torch.device("cpu")
-    if dist.is_initialized() and not hasattr(value, DEVICE):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch may have deprecated this private function
-            kind = dist.distributed_c10d._get_pg_default_device().type
-        device = _get_device_module(kind).current_device()
-    if isinstance(value, DTensor):
-        return DTensor.from_local(
-            torch.empty_like(value.to_local(), device=device),
-            device_mesh=value.device_mesh,
-            placements=value.placements,
-            shape=value.size(),
-            stride=value.stride(),
-        )
-    real = torch.empty_like(value, device=device)
-    # torch 2.15 marks a tensor as a shard with these attributes.
-    for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
-        if hasattr(value, name):
-            setattr(real, name, getattr(value, name))
-    return real
+def _local_bytes(value: Any) -> int:
+    """Returns the size of this rank's part of a tensor; 0 for other values."""
+    try:
+        chunks = chunks_here(value)
+    except ValueError:
+        return 0
+    return sum(c.sizes.numel() for c in chunks) * int(value.dtype.itemsize)

@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from torch_ckpt import _C, _core
+from torch_ckpt import _core
 from torch_ckpt._base.machine import boot_id
 from torch_ckpt.errors import CheckpointError
 
@@ -34,25 +34,24 @@ SHARED = 1.5
 
 @dataclass(frozen=True)
 class RankReads:
-    """The reads of one rank.
+    """A message of a rank about what it reads.
 
     Attributes:
         bytes: number of bytes that the rank reads.
         digest: a number that is equal for ranks that read the same bytes.
+        resolved: see :class:`torch_ckpt.checkpoint.source.Source`.
         machine: the rank's machine; "" if it is unknown.
     """
 
     bytes: int = 0
     digest: int = 0
+    resolved: str | None = None
     machine: str = field(default_factory=boot_id)
 
     @classmethod
-    def of(cls, reads: _C.TensorReads) -> RankReads:
-        """Describes reads that the engine has planned."""
-        return cls(reads.stored_bytes, reads.digest)
-
-    @classmethod
-    def of_items(cls, items: Iterable[ReadItem], index: _core.CheckpointIndex) -> RankReads:
+    def of_items(
+        cls, items: Iterable[ReadItem], index: _core.CheckpointIndex, resolved: str | None = None
+    ) -> RankReads:
         """Describes the tensors in a plan of torch's planner."""
         total, digest = 0, 0
         item_bytes: dict[str, int] = {}
@@ -67,20 +66,25 @@ class RankReads:
             what = f"{name} {item.storage_index.offset} {item.storage_offsets} {item.lengths}"
             # A name may contain bytes that are not UTF-8.
             digest = zlib.crc32(what.encode(errors="backslashreplace"), digest)
-        return cls(total, digest)
-
-    def __add__(self, other: RankReads) -> RankReads:
-        """Returns the reads of both, which are read one after the other."""
-        return RankReads(self.bytes + other.bytes, self.digest ^ other.digest, self.machine)
+        return cls(total, digest, resolved)
 
 
-def share_bytes(ranks: Iterable[RankReads], stored_bytes: int | None) -> bool:
+def want_same_bytes(ranks: Sequence[RankReads], stored_bytes: int | None, title: str) -> bool:
     """Returns True if many of the bytes that the ranks of a machine read are the same.
 
     Args:
         ranks: the reads of each rank.
         stored_bytes: bytes of the checkpoint; None if each rank reads its own checkpoint.
+        title: the checkpoint as the user knows it.
+
+    Raises:
+        CheckpointError: ranks have opened different checkpoints.
     """
+    if len({reads.resolved for reads in ranks}) > 1:
+        raise CheckpointError(
+            f"{title}: ranks have read the metadata of different saves, because the checkpoint was "
+            "replaced or a newer step was saved while the load started; load again"
+        )
     machines: defaultdict[str, list[RankReads]] = defaultdict(list)
     for reads in ranks:
         if reads.machine:
@@ -91,17 +95,3 @@ def share_bytes(ranks: Iterable[RankReads], stored_bytes: int | None) -> bool:
         most = sum(reads.bytes for reads in set(on_machine))
         different += most if stored_bytes is None else min(most, stored_bytes)
     return 0 < SHARED * different <= read
-
-
-def require_one_version(versions: Iterable[str | None], path: str) -> None:
-    """Raises CheckpointError if ranks have read different checkpoints.
-
-    Args:
-        versions: the version of the source on each rank.
-        path: the checkpoint as the user knows it.
-    """
-    if len(set(versions)) > 1:
-        raise CheckpointError(
-            f"{path}: ranks have read the metadata of different saves, because the checkpoint was "
-            "replaced or a newer step was saved while the load started; load again"
-        )

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from torch_ckpt import _core
+from torch_ckpt import _C, _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.chunks import require_cover
@@ -29,7 +29,6 @@ from torch_ckpt.checkpoint.objects import decode
 from torch_ckpt.checkpoint.reading import Reading
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import CheckpointError, Corrupt
-from torch_ckpt.loading.page_cache import RankReads
 from torch_ckpt.loading.shared_reads import read_alone, read_once
 from torch_ckpt.loading.zero_fill import zero_what_is_not_stored
 
@@ -90,10 +89,6 @@ class PlannedReading(Reading):
     def store(self, read: _core.ObjectRead, data: bytes, allow_pickle: bool) -> None:
         load_object(self.planner, read.target, io.BytesIO(data), read.file, allow_pickle)
 
-    def finish(self) -> None:
-        for item, target in self.to_commit:
-            self.planner.commit_tensor(item, target)
-
 
 class PlannedReads:
     """The reads of one rank's plan.
@@ -139,7 +134,10 @@ class PlannedReads:
         # Read items one by one: the user's hooks run on this thread, in the order of the plan, and
         # each resolve_tensor is followed by its commit_tensor.
         for item in self._items:
-            self._source.read(self._reading([item]))
+            reading = self._reading([item])
+            self._source.read(reading)
+            for planned, target in reading.to_commit:
+                self._planner.commit_tensor(planned, target)
 
     def _reading(self, items: list[ReadItem]) -> PlannedReading:
         reading = PlannedReading(planner=self._planner)
@@ -148,7 +146,7 @@ class PlannedReads:
         return reading
 
     def _fill_with_zeros(self) -> None:
-        if not self._source.options.lets_sizes_differ:
+        if self._source.size_rule == _C.SizeRule.SAME:
             return
         state_dict = getattr(self._planner, "state_dict", None)
         if not isinstance(state_dict, dict):
@@ -157,22 +155,6 @@ class PlannedReads:
                 f"that is a dict, as in torch's planners; {type(self._planner).__name__} has none"
             )
         zero_what_is_not_stored(state_dict, self._metadata)
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """The version of the source and the reads of one rank, sent to the coordinator as part of the
-    plan."""
-
-    version: str | None
-    reads: RankReads
-
-
-@dataclass(frozen=True)
-class Shares:
-    """The value of ``shares_bytes``, sent to each rank as part of its plan."""
-
-    of: bool
 
 
 class SafePlanner:

@@ -18,14 +18,16 @@ from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import RelaxedGc
 from torch_ckpt._base.paths import refuse_url
 from torch_ckpt._base.progress import ProgressOption
+from torch_ckpt.checkpoint.directory import share_or_warn
 from torch_ckpt.checkpoint.dtypes import warn_of_lost_precision
 from torch_ckpt.checkpoint.file_system import OnAnyFileSystem
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
+from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import checksum_tables, decode_indexed, decode_metadata
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.page_cache import RankReads, require_one_version, share_bytes
-from torch_ckpt.loading.planned_reads import PlannedReads, RankPlan, SafePlanner, Shares
+from torch_ckpt.loading.page_cache import RankReads, want_same_bytes
+from torch_ckpt.loading.planned_reads import PlannedReads, SafePlanner
 from torch_ckpt.loading.zero_fill import let_sizes_differ
 from torch_ckpt.options import ReadOptions
 
@@ -171,15 +173,13 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         plan = super().prepare_local_plan(plan)
         source, reads = self._source, RankReads()
-        index = None if source is None else source.index
-        if index is not None and self.use_collectives and dist.is_initialized():
-            reads = RankReads.of_items(plan.items, index)
-        version = None if source is None else source.version
-        return dataclasses.replace(plan, storage_data=RankPlan(version, reads))
+        if source is not None:
+            reads = RankReads(resolved=source.resolved)
+            if source.index is not None and self.use_collectives and dist.is_initialized():
+                reads = RankReads.of_items(plan.items, source.index, source.resolved)
+        return dataclasses.replace(plan, storage_data=reads)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        own = [p.storage_data if isinstance(p.storage_data, RankPlan) else None for p in plans]
-        require_one_version((None if of is None else of.version for of in own), str(self.path))
         if self.options.read_once and dist.is_initialized():
             # With no_dist, torch calls this method on every rank with only that rank's plan.
             self._is_alone = len(plans) == 1
@@ -189,12 +189,16 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
                     f"{len(plans)} ranks load with read_once, but the reader's process group has "
                     f"{size} ranks; pass the load's process_group to the reader, too"
                 )
-        source = self._source
-        stored_bytes = source.stored_bytes if source and self.use_collectives else None
-        shares = share_bytes((of.reads for of in own if of is not None), stored_bytes)
+        source, stored_bytes = self._source, None
+        if source is not None and source.index is not None and source.has_all_ranks:
+            stored_bytes = source.index.stored_bytes if self.use_collectives else None
+        reads = [plan.storage_data for plan in plans if isinstance(plan.storage_data, RankReads)]
+        share_bytes = want_same_bytes(reads, stored_bytes, str(self.path))
         plans = [
-            plan if of_rank is None else dataclasses.replace(plan, storage_data=Shares(shares))
-            for plan, of_rank in zip(plans, own, strict=True)
+            dataclasses.replace(plan, storage_data=share_bytes)
+            if isinstance(plan.storage_data, RankReads)
+            else plan
+            for plan in plans
         ]
         return super().prepare_global_plan(plans)
 
@@ -204,8 +208,11 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
         try:
             if source is None or self._metadata is None:
                 return super().read_data(plan, self._guarded(planner))
-            if isinstance(plan.storage_data, Shares):
-                source.shares_bytes = plan.storage_data.of
+            if plan.storage_data is True:
+                source.read_through_cache()
+            if source.directory is None:
+                # The caller passed the metadata, so read_metadata() did not open the directory.
+                source.directory = share_or_warn(open_checkpoint(source.path).directory)
             reads = PlannedReads(source, plan.items, planner, self._metadata)
             if self.options.read_once and dist.is_initialized() and not self._is_alone:
                 reads.read_once(self.process_group)
@@ -231,7 +238,7 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
             return self._read_by_torch(_core.metadata_name(rank))
         self._refuse_url()
         source = self._source = self._new_source()
-        source.open_metadata(rank)
+        source.open((_core.metadata_name(rank),))
         return source.metadata()
 
     def _read_by_torch(self, name: str) -> Metadata:

@@ -67,13 +67,12 @@ def read_once(
     rank = dist.get_rank(group)
 
     def read() -> None:
-        source.read_all_but_tensors(reading)
         own = [
             number
             for number, (digest, _bytes) in enumerate(digests)
             if digest is None or owners.get(digest, (rank, ()))[0] == rank
         ]
-        source.read_tensors(reading.tensors.subset(own))
+        source.read(reading, reading.tensors.subset(own))
 
     if not _exchange(source, read, group):
         return
@@ -84,7 +83,7 @@ def read_once(
         for read, (digest, _bytes) in zip(reads, digests, strict=True)
         if digest is not None
     }
-    with source.moved.elsewhere():
+    with source.elsewhere():
         _send_all(owners, targets, min(limit for _digests, limit in plans), group)
 
 
@@ -105,7 +104,7 @@ def _exchange(
     except BaseException as error:
         failure, value = error, _FAILED
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    with source.moved.elsewhere():
+    with source.elsewhere():
         dist.all_gather_object(gathered, value, group=group)
     if failure is not None:
         raise failure

@@ -23,9 +23,9 @@ from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
+from torch_ckpt.loading.load import LoadArguments
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names
-from torch_ckpt.loading.session import LoadArguments
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.options import ReadOptions

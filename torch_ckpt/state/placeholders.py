@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,42 +20,41 @@ StateDict = dict[str, Any]
 DEVICE = "_torch_ckpt_device"
 
 
+@dataclass
 class Stored:
-    """Names and types of the values in a checkpoint, for callers that choose what to load."""
+    """Names and types of the values in a checkpoint, for callers that choose what to load.
 
-    def __init__(
-        self,
-        index: _core.CheckpointIndex,
-        metadata: Callable[[], Metadata],
-        read: Callable[[Iterable[str]], StateDict],
-        old_names: Mapping[str, str],
-        size_rule: _C.SizeRule,
-        loads_all: bool,
-    ) -> None:
-        self._index = index
-        self._metadata = metadata
-        #: Reads objects of the checkpoint, and returns their values by name.
-        self.read = read
-        self._old_names = old_names
-        self._size_rule = size_rule
-        #: True if the caller passed no ``names``.
-        self.loads_all = loads_all
+    Attributes:
+        index: the index of the checkpoint.
+        metadata: decodes the metadata into torch's objects.
+        read: reads objects of the checkpoint, and returns their values by name.
+        old_names: the names that ``rename`` has replaced, by their new names.
+        size_rule: allowed target sizes relative to the stored sizes.
+        loads_all: True if the caller passed no ``names``.
+    """
+
+    index: _core.CheckpointIndex
+    metadata: Callable[[], Metadata]
+    read: Callable[[Iterable[str]], StateDict]
+    old_names: Mapping[str, str]
+    size_rule: _C.SizeRule
+    loads_all: bool
 
     @cached_property
     def names(self) -> list[str]:
         """Fully qualified names, in the order of the metadata."""
-        return self._index.names()
+        return self.index.names()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._index
+        return name in self.index
 
     def is_tensor(self, name: str) -> bool:
         """Returns True if the checkpoint has a tensor with this name."""
-        return self._index.tensor(name) is not None
+        return self.index.tensor(name) is not None
 
     def is_sharded(self, name: str) -> bool:
         """Returns True if the checkpoint has a tensor with this name in several shards."""
-        return len(self._index.shards(name)) > 1
+        return len(self.index.shards(name)) > 1
 
     def fits(self, name: str, tensor: torch.Tensor) -> bool:
         """Returns True if a stored tensor can be loaded into a tensor without losing precision or
@@ -67,9 +67,9 @@ class Stored:
             and not loses_precision(dtype, tensor.dtype)
         )
         is_permitted = shape == tensor.shape
-        if len(shape) == tensor.dim() and self._size_rule != _C.SizeRule.SAME:
+        if len(shape) == tensor.dim() and self.size_rule != _C.SizeRule.SAME:
             is_growing = all(map(operator.le, shape, tensor.shape))
-            is_permitted = is_growing or self._size_rule == _C.SizeRule.ANY
+            is_permitted = is_growing or self.size_rule == _C.SizeRule.ANY
         return is_same_kind and is_permitted
 
     def meta_tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
@@ -86,18 +86,18 @@ class Stored:
         return meta
 
     def _tensor(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        found = self._index.tensor(name)
+        found = self.index.tensor(name)
         assert found is not None
         return getattr(torch, found[0]), torch.Size(found[1])
 
     def old_name(self, name: str) -> str:
         """Returns the name that ``rename`` has replaced."""
-        return self._old_names.get(name, name)
+        return self.old_names.get(name, name)
 
     def paths(self) -> Mapping[str, Any]:
         """Returns each value's path in the nested state dict, by name. Empty if the planner that
         saved the checkpoint stored no paths."""
-        paths = self._metadata().planner_data
+        paths = self.metadata().planner_data
         return paths if isinstance(paths, dict) else {}
 
 

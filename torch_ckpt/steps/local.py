@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch_ckpt import _core
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
     from torch_ckpt.checkpoint.opened import Checkpoint
+    from torch_ckpt.loading.load import LoadArguments
     from torch_ckpt.loading.report import LoadReport
-    from torch_ckpt.loading.session import LoadArguments
     from torch_ckpt.saving.target import Target
 
 
@@ -127,9 +128,10 @@ class LocalSteps(StepStore):
         options: ReadOptions = DEFAULT_READ_OPTIONS,
         **arguments: Unpack[LoadArguments],
     ) -> LoadReport | Checkpoint:
-        from torch_ckpt.loading.session import load_path
+        from torch_ckpt.checkpoint.source import Source
+        from torch_ckpt.loading.load import load
 
-        return load_path(state_dict, self.path_of(step), options, **arguments)
+        return load(state_dict, partial(Source, self.path_of(step), options), **arguments)
 
     def metadata(self, step: int) -> Metadata:
         from torch_ckpt.checkpoint.opened import Checkpoint

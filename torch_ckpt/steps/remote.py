@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
     from torch_ckpt.checkpoint.opened import Checkpoint
+    from torch_ckpt.loading.load import LoadArguments
     from torch_ckpt.loading.report import LoadReport
-    from torch_ckpt.loading.session import LoadArguments
     from torch_ckpt.saving.target import Target
 
 #: Age of the newest file, in seconds, after which a step without a marker counts as a leftover.
@@ -172,18 +172,14 @@ class RemoteSteps(StepStore):
         options: ReadOptions = DEFAULT_READ_OPTIONS,
         **arguments: Unpack[LoadArguments],
     ) -> LoadReport | Checkpoint:
-        from torch_ckpt.loading.session import load_from
-        from torch_ckpt.steps.remote_reader import RemoteReader, RemoteSource
+        from torch_ckpt.loading.load import load
+        from torch_ckpt.steps.remote_reader import RemoteSource
 
         files, staging = self._files.below(step_name(step)), self._staging_dir
         busy.begin(files.url)
         try:
-            return load_from(
-                state_dict,
-                lambda: RemoteSource(files, staging, options),
-                lambda: RemoteReader(files, staging, options),
-                **arguments,
-            )
+            source_of = partial(RemoteSource, files, staging, options)
+            return load(state_dict, source_of, **arguments)
         finally:
             busy.end(files.url)
 
@@ -191,7 +187,7 @@ class RemoteSteps(StepStore):
         from torch_ckpt.steps.remote_reader import RemoteSource
 
         with closing(RemoteSource(self._files.below(step_name(step)), self._staging_dir)) as source:
-            source.open_metadata()
+            source.open()
             return source.metadata()
 
     def verify(self, step: int) -> VerifyReport:

@@ -18,18 +18,17 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch_ckpt import _C, _core
-from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
+from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, METADATA_NAME
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.reader import FileSystemReader
-from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, named_options
+from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 
 # Size of a request: large enough to hide latency, small enough to keep MOST_REQUESTS in memory.
@@ -45,9 +44,8 @@ class RemoteSource(Source):
         files: files of the checkpoint.
         staging_dir: local directory for fetched bytes; None uses the system's temporary directory.
         options: the options of the reads.
-        transforms: see :class:`Source`.
-        wave_bytes: maximum number of bytes to fetch before the engine reads them. A larger record
-            is fetched separately.
+        fetched_bytes: maximum number of bytes to fetch before the engine reads them. A larger
+            record is fetched separately.
 
     Raises (in addition to :class:`Source`):
         FileNotFoundError: the checkpoint, or its marker, does not exist.
@@ -59,30 +57,45 @@ class RemoteSource(Source):
         files: RemoteFiles,
         staging_dir: str | None,
         options: ReadOptions = DEFAULT_READ_OPTIONS,
-        transforms: Any = None,
         *,
-        wave_bytes: int = 1 << 30,
+        fetched_bytes: int = 1 << 30,
     ) -> None:
-        super().__init__(files.url, options, transforms)
-        self._wave_bytes = wave_bytes
+        # The base class reads the staging directory, which does not exist yet.
+        super().__init__(os.path.basename(files.url), options)
+        self.title = files.url
+        self._fetched_bytes = fetched_bytes
         self._files = files
         self._staging_dir = staging_dir
         self._end_staging: Callable[[], Any] = lambda: None
         self._staged_path = Path()
         self._sizes: dict[str, int] = {}
-        self._version: str | None = None
 
-    @property
-    def title(self) -> str:
-        return self._files.url
-
-    @property
-    def version(self) -> str | None:
+    def open(self, names: Sequence[str] = (METADATA_NAME,)) -> None:
+        listing = self._files.list()
+        name = next((name for name in names if name in listing), names[0])
+        for needed in (name, MARKER_NAME):
+            if needed not in listing:
+                raise FileNotFoundError(
+                    errno.ENOENT, f"not a complete checkpoint: {needed} is missing", self._files.url
+                )
+        self._sizes = {file: entry.bytes for file, entry in listing.items()}
+        if self._sizes[name] > MAX_METADATA_BYTES:
+            raise CheckpointError(
+                f"{self._files.url_of(name)} has {self._sizes[name]} bytes, more than the limit of "
+                f"{MAX_METADATA_BYTES} bytes"
+            )
+        data = self._files.read(name)
+        staging = tempfile.mkdtemp(prefix="torch_ckpt-", dir=self._staging_dir)
+        # Use a finalizer, because dcp.load does not notify its reader if it fails.
+        self._end_staging = weakref.finalize(self, shutil.rmtree, staging, ignore_errors=True)
+        # Progress bars and messages show this name.
+        self.path = self._staged_path = Path(staging, os.path.basename(self._files.url))
+        self._staged_path.mkdir()
+        with self._errors_with_url():
+            (self._staged_path / name).write_bytes(data)
+            super().open((name,))
         # The checkpoint is not locked, so another save may replace it between two ranks' reads.
-        return self._version
-
-    def _refuse_url(self, path: str | os.PathLike[str]) -> None:
-        """Accepts the URL: the base class reads the local staging directory."""
+        self.resolved = hashlib.sha256(data).hexdigest()
 
     def close(self) -> None:
         super().close()
@@ -95,39 +108,11 @@ class RemoteSource(Source):
     def read_tensors(self, reads: _C.TensorReads) -> None:
         plan = reads.fetch_plan(self.tables, self.options.verify)
         self._fetch(plan.ends())
-        for numbers, ranges in self._waves(plan, self._wave_bytes):
+        for numbers, ranges in self._waves(plan, self._fetched_bytes):
             with self._staged(ranges):
                 super().read_tensors(reads.subset(numbers))
 
     # --- private ---------------------------------------------------------------------------------
-
-    def _open(self, name: str) -> tuple[bytes, str]:
-        listing = self._files.list()
-        for needed in (name, MARKER_NAME):
-            if needed not in listing:
-                raise FileNotFoundError(
-                    errno.ENOENT, f"not a complete checkpoint: {needed} is missing", self._files.url
-                )
-        self._sizes = {file: entry.bytes for file, entry in listing.items()}
-        if self._sizes[name] > MAX_METADATA_BYTES:
-            raise CheckpointError(
-                f"{self._files.url_of(name)} has {self._sizes[name]} bytes, more than the limit of "
-                f"{MAX_METADATA_BYTES} bytes"
-            )
-        staging = tempfile.mkdtemp(prefix="torch_ckpt-", dir=self._staging_dir)
-        # Use a finalizer, because dcp.load does not notify its reader if it fails.
-        self._end_staging = weakref.finalize(self, shutil.rmtree, staging, ignore_errors=True)
-        # Progress bars and messages show this name.
-        self.path = self._staged_path = Path(staging, os.path.basename(self._files.url))
-        self._staged_path.mkdir()
-        data = self._files.read(name)
-        self._version = hashlib.sha256(data).hexdigest()
-        (self._staged_path / name).write_bytes(data)
-        return super()._open(name)
-
-    def open_metadata(self, rank: int | None = None) -> None:
-        with self._errors_with_url():
-            super().open_metadata(rank)
 
     @contextmanager
     def _errors_with_url(self) -> Iterator[None]:
@@ -149,8 +134,8 @@ class RemoteSource(Source):
         return text.replace(str(staged), self._files.url) if staged.name else text
 
     def _waves(self, plan: _core.FetchPlan, max_bytes: int) -> list[tuple[list[int], list[_Range]]]:
-        with self.engine_arguments() as arguments:
-            return plan.waves(arguments["directory"], max_bytes)
+        assert self.directory is not None
+        return plan.waves(self.directory, max_bytes)
 
     @contextmanager
     def _staged_objects(self, reads: list[_core.ObjectRead]) -> Iterator[None]:
@@ -184,7 +169,7 @@ class RemoteSource(Source):
 
     def _fetch_one(self, file: str, begin: int, end: int) -> None:
         data = memoryview(self._files.read(file, begin, end))
-        self.moved.bytes += len(data)
+        self.bytes_moved += len(data)
         descriptor = os.open(self._staged_path / file, os.O_WRONLY | os.O_CLOEXEC)
         try:
             while data:
@@ -206,35 +191,3 @@ class RemoteSource(Source):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             os.truncate(path, self._sizes[file])
-
-
-class RemoteReader(FileSystemReader):
-    """Reads a checkpoint beneath a URL for ``dcp.load``.
-
-    Args:
-        files, staging_dir: see :class:`RemoteSource`.
-        options: the options of the reads.
-    """
-
-    def __init__(
-        self,
-        files: RemoteFiles,
-        staging_dir: str | None,
-        options: ReadOptions = DEFAULT_READ_OPTIONS,
-    ) -> None:
-        super().__init__(files.url, **named_options(options))
-        self._files = files
-        self._staging_dir = staging_dir
-
-    @property
-    def checkpoint_id(self) -> str:
-        return self._files.url
-
-    def _is_local(self) -> bool:
-        return True
-
-    def _refuse_url(self) -> None:
-        """Accepts the URL."""
-
-    def _new_source(self) -> Source:
-        return RemoteSource(self._files, self._staging_dir, self.options, self.transforms)

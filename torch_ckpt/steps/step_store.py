@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from torch_ckpt.checkpoint.opened import Checkpoint
     from torch_ckpt.inspection.verify import VerifyReport
+    from torch_ckpt.loading.load import LoadArguments
     from torch_ckpt.loading.report import LoadReport
-    from torch_ckpt.loading.session import LoadArguments
     from torch_ckpt.saving.target import Target
     from torch_ckpt.steps.root_lease import Lease, ObservedLease
 

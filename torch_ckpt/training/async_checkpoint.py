@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,7 +17,8 @@ from torch_ckpt import _core
 from torch_ckpt._base.checks import check_options, names_of
 from torch_ckpt.api import LOAD_OPTIONS, async_save
 from torch_ckpt.checkpoint.metrics import SaveMetrics
-from torch_ckpt.loading.session import load_path
+from torch_ckpt.checkpoint.source import Source
+from torch_ckpt.loading.load import load
 from torch_ckpt.options import DEFAULT_READ_OPTIONS
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 from torch_ckpt.saving.handle import AsyncSave
@@ -243,8 +245,9 @@ class AsyncCheckpoint:
             # Do not call result(), which would mark the write's error as reported.
             concurrent.futures.wait([self._handle.committed])
         timeout = self._save_options.get("timeout", TIMEOUT_SECONDS)
-        options = {"options": DEFAULT_READ_OPTIONS, "timeout": timeout, **self._load_options}
-        load_path(state, path, **options, restores_structure=True)
+        arguments = {"timeout": timeout, **self._load_options}
+        source_of = partial(Source, path, arguments.pop("options", DEFAULT_READ_OPTIONS))
+        load(state, source_of, **arguments, restores_structure=True)
 
     def sync(self, timeout: float | None = None) -> None:
         """Waits until the most recent write is durable and visible.

@@ -10,13 +10,13 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from torch_ckpt.checkpoint.index import decode_index
-from torch_ckpt.loading.page_cache import RankReads, share_bytes
+from torch_ckpt.loading.page_cache import RankReads, want_same_bytes
 
 ALL = 1000
 
 
 def reads(bytes: int, digest: int, machine: str = "a") -> RankReads:
-    return RankReads(bytes, digest, machine)
+    return RankReads(bytes, digest, machine=machine)
 
 
 RANKS: dict[str, tuple[list[RankReads], int | None, bool]] = {
@@ -38,7 +38,7 @@ RANKS: dict[str, tuple[list[RankReads], int | None, bool]] = {
 def test_ranks_of_a_machine_share_bytes_if_they_read_more_than_can_differ(
     ranks: list[RankReads], stored: int | None, expected: bool
 ) -> None:
-    assert share_bytes(ranks, stored) is expected
+    assert want_same_bytes(ranks, stored, "a") is expected
 
 
 def items_of(path: Path, rows: int) -> RankReads:

@@ -13,9 +13,11 @@ from tests.support import bytes_of, random_tensor, save, stock_save
 from torch_ckpt.checkpoint.reading import Reading
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.loading import shared_reads
-from torch_ckpt.loading.load import Load
+from torch_ckpt.loading.load import LoadRun
 from torch_ckpt.loading.shared_reads import _batches, _choose_owners, _digests
 from torch_ckpt.options import ReadOptions
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.state.states import States
 
 Plan = list[tuple[bytes | None, int]]
 
@@ -68,7 +70,7 @@ def test_batches_contain_all_bytes_in_order_within_the_limit(seed: int) -> None:
 
 def reading_of(path: Path, target: torch.Tensor, **options: bool) -> tuple[Source, Reading]:
     source = Source(path, ReadOptions(**options))
-    return source, Load(source).match({"t": target}).reading
+    return source, LoadRun(source, Exchange(), States({"t": target})).match().reading
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ from tests.support import assert_equal, cause_of, random_tensor
 from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import encode_metadata
 from torch_ckpt.errors import Corrupt, Unsafe
-from torch_ckpt.loading.session import load
+from torch_ckpt.loading.load import load
 from torch_ckpt.options import WriteOptions
-from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.steps import MARKER_NAME
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.remote_files import _callback
@@ -174,9 +173,9 @@ def test_a_load_in_waves_gets_all_and_frees_its_files(flaky: RemoteSteps, stagin
         load(
             target,
             lambda: RemoteSource(
-                flaky._files.below("0000000001"), str(staging), wave_bytes=1 << 20
+                flaky._files.below("0000000001"), str(staging), fetched_bytes=1 << 20
             ),
-            RankGroup.of(None, no_dist=True),
+            no_dist=True,
         )
     assert_equal(target, layers)
     assert most < 2 << 20

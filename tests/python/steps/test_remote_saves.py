@@ -35,12 +35,13 @@ from tests.remote_steps import (
 from tests.remote_stores import BUCKET, Hooked, hooked, hooked_url
 from tests.support import assert_equal, cause_of, start_step
 from torch_ckpt.errors import NotCommitted
+from torch_ckpt.loading.by_planner import SourceReader
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.ranks.group import SINGLE_RANK
 from torch_ckpt.saving.handle import save as save_to
 from torch_ckpt.steps import MARKER_NAME, MOST_MARKER_BYTES
 from torch_ckpt.steps.remote import LEFTOVER_SECONDS, RemoteSteps
-from torch_ckpt.steps.remote_reader import RemoteReader
+from torch_ckpt.steps.remote_reader import RemoteSource
 
 TWO_FILES = WriteOptions(thread_count=2)
 
@@ -320,7 +321,7 @@ def test_a_marker_that_is_too_long_is_not_read_and_counts_as_empty(flaky: Remote
 
 def test_a_dropped_reader_leaves_no_staged_files(flaky: RemoteSteps, staging: Path) -> None:
     save(flaky, 1, {"t": torch.arange(9)})
-    reader = RemoteReader(flaky._files.below("0000000001"), str(staging))
+    reader = SourceReader(RemoteSource(flaky._files.below("0000000001"), str(staging)))
     target = {"t": torch.zeros(9, dtype=torch.int64)}
     dcp.load(target, storage_reader=reader, no_dist=True)
     assert target["t"].tolist() == list(range(9))
