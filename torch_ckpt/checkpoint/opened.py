@@ -269,23 +269,19 @@ class Checkpoint:
 
     def read_object(self, name: str) -> Any:
         """Reads an object; only allow-listed types unless ``allow_pickle`` is True."""
-        import io
-
-        import torch
-
         from torch_ckpt import _core
-        from torch_ckpt.checkpoint.objects import decode
+        from torch_ckpt.checkpoint.reading import Reading
 
         (record,) = self.records(name)
         # An object cannot be read in parts, so raise the limit by the memory that it needs.
         limit = self._options.max_inflight_bytes + 2 * record.length
         options = replace(self._options, max_inflight_bytes=limit)
-        read = _core.ObjectRead(name, record.file, record.offset, record.length)
-        with self.source() as source, _with_options(source, options):
-            (data,) = source.read_bytes([read])
-        if self._options.allow_pickle:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        return decode(data, name, record.file)
+        read = _core.ObjectRead(name, record.file, record.offset, record.length, (name,))
+        reading = Reading()
+        with self.source() as source:
+            (data,) = source.read_bytes([read], options)
+        reading.store(read, data, options.allow_pickle)
+        return reading.values[name]
 
     def read_chunks(self, name: str, record: Record, max_bytes: int) -> Iterator[bytes]:
         """Yields the stored bytes of a record, at most ``max_bytes // 2`` at a time."""
@@ -295,11 +291,11 @@ class Checkpoint:
         # An object's checksum covers all of its bytes, so it cannot verify one chunk.
         verify = self._options.verify and record.length <= chunk
         options = replace(self._options, verify=verify)
-        with self.source() as source, _with_options(source, options):
+        with self.source() as source:
             for begin in range(0, record.length, chunk):
                 count = min(chunk, record.length - begin)
                 read = _core.ObjectRead(name, record.file, record.offset + begin, count)
-                yield source.read_bytes([read])[0]
+                yield source.read_bytes([read], options)[0]
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -340,14 +336,3 @@ def _require_inside(name: str, shape: tuple[int, ...], box: Box) -> None:
         f"{name} has the shape {[*shape]}, so it has no box of the sizes {[*sizes]} at the offsets "
         f"{[*offsets]}"
     )
-
-
-@contextmanager
-def _with_options(source: Source, options: ReadOptions) -> Iterator[None]:
-    """Block in which the source reads with other options."""
-    before = source.options
-    source.options = options
-    try:
-        yield
-    finally:
-        source.options = before

@@ -265,11 +265,17 @@ class Source:
                     data = self._untransformed(data, read)
                 copy_by_torch(data, read)
 
-    def read_bytes(self, reads: list[_core.ObjectRead]) -> list[bytes]:
-        """Returns the stored bytes of objects."""
+    def read_bytes(
+        self, reads: list[_core.ObjectRead], options: ReadOptions | None = None
+    ) -> list[bytes]:
+        """Returns the stored bytes of objects.
+
+        Args:
+            options: replaces the options of the source.
+        """
         assert self.directory is not None
         return _core.load_bytes(
-            reads, directory=self.directory, tables=self.tables, options=self.options
+            reads, directory=self.directory, tables=self.tables, options=options or self.options
         )
 
     def verifies_parts(self) -> Callable[[str], bool]:

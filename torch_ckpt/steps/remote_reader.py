@@ -101,9 +101,11 @@ class RemoteSource(Source):
         super().close()
         self._end_staging()
 
-    def read_bytes(self, reads: list[_core.ObjectRead]) -> list[bytes]:
+    def read_bytes(
+        self, reads: list[_core.ObjectRead], options: ReadOptions | None = None
+    ) -> list[bytes]:
         with self._staged_objects(reads):
-            return super().read_bytes(reads)
+            return super().read_bytes(reads, options)
 
     def read_tensors(self, reads: _C.TensorReads) -> None:
         plan = reads.fetch_plan(self.tables, self.options.verify)
