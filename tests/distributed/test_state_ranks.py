@@ -27,7 +27,7 @@ from tests.support import assert_equal
 from torch_ckpt import PerRank, RNGState
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.state.states import States
-from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
+from torch_ckpt.training.async_checkpoint import AsyncCheckpoint, AsyncCheckpointOptions
 
 State = dict[str, Any]
 
@@ -400,7 +400,8 @@ class _FailsOnTheLastRank:
 
 def case_a_save_or_restore_that_fails_on_one_rank_raises_on_all(launch: Launch) -> None:
     value = _FailsOnTheLastRank(launch)
-    checkpoint = AsyncCheckpoint({"timeout": 60.0}, w=torch.ones(3), value=value)
+    options = AsyncCheckpointOptions(timeout=60.0)
+    checkpoint = AsyncCheckpoint(options, w=torch.ones(3), value=value)
     handle = checkpoint.before_save(lambda: value._fail("hook"))
 
     def save_and_wait() -> str:

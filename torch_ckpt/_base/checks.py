@@ -43,30 +43,6 @@ def refuse_keyword(
     )
 
 
-def check_options(title: str, options: Any, known: Collection[str]) -> dict[str, Any]:
-    """Checks and copies a mapping of options.
-
-    Args:
-        title: name of the mapping, for errors.
-        options: the mapping that the caller passed; None for no options.
-        known: the allowed names.
-
-    Returns:
-        A new dict. Its values can be read repeatedly: see :func:`reusable`.
-
-    Raises:
-        TypeError: ``options`` is not a mapping, or a name is unknown. The message suggests the
-            nearest name.
-    """
-    options = options or {}
-    if not isinstance(options, Mapping):
-        raise TypeError(f"{title} must be a dict of options, got {options!r}")
-    for option in options:
-        if option not in known:
-            raise TypeError(f"{title} has an unknown option {option!r}{_hint(option, known)}")
-    return reusable_options(options)
-
-
 def _hint(option: object, known: Collection[str]) -> str:
     near = get_close_matches(str(option), known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
@@ -78,11 +54,6 @@ def reusable(option: Any) -> Any:
     Returns other values unchanged. Public functions use it for options that they read repeatedly.
     """
     return tuple(option) if isinstance(option, Iterator) else option
-
-
-def reusable_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a mapping of options, with :func:`reusable` applied to each value."""
-    return {name: reusable(option) for name, option in options.items()}
 
 
 def require_instance(name: str, value: object, kind: type, module: str = "torch_ckpt") -> None:

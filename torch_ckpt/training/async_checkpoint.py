@@ -5,25 +5,82 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt import _core
-from torch_ckpt._base.checks import check_options, names_of
-from torch_ckpt.api import LOAD_OPTIONS, async_save
+from torch_ckpt._base.checks import require_choice, require_instance
+from torch_ckpt.api import async_save
 from torch_ckpt.checkpoint.metrics import SaveMetrics
 from torch_ckpt.checkpoint.source import Source
-from torch_ckpt.loading.load import load
-from torch_ckpt.options import DEFAULT_READ_OPTIONS
+from torch_ckpt.loading.load import Strict, load
+from torch_ckpt.options import (
+    DEFAULT_OPTIONS,
+    DEFAULT_READ_OPTIONS,
+    ReadOptions,
+    WriteOptions,
+)
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 from torch_ckpt.saving.handle import AsyncSave
+from torch_ckpt.saving.replica_check import MODES
 from torch_ckpt.saving.unchanged import SAVE_COUNTER
 from torch_ckpt.state.states import BeforeSave
+
+if TYPE_CHECKING:
+    from typing_extensions import Never  # in typing since Python 3.11
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncCheckpointOptions:
+    """Options of the writes and restores of an :class:`AsyncCheckpoint`.
+
+    Attributes:
+        staging: "blocking" or "overlapped"; see :func:`torch_ckpt.async_save`. With "overlapped",
+            every optimizer in the state is passed to :meth:`torch_ckpt.AsyncSave.guard`.
+        write: the options of the writes.
+        read: the options of the restores.
+        check_replicas: see :func:`torch_ckpt.async_save`.
+        warn_unchanged: see :func:`torch_ckpt.async_save`.
+        strict: see :func:`torch_ckpt.load`.
+        process_group: the ranks that write and restore together; None means the default group.
+        no_dist: write and restore in this process only, without other ranks.
+        timeout: a rank that sends no heartbeat for this many seconds is declared dead, and the
+            write or restore fails on all other ranks.
+
+    Raises:
+        ValueError: an option has an invalid value.
+        TypeError: ``write`` or ``read`` has another type.
+
+    Example::
+
+        options = AsyncCheckpointOptions(staging="overlapped")
+        checkpoint = torch_ckpt.AsyncCheckpoint(options, model=model, optimizer=optimizer)
+    """
+
+    staging: str = "blocking"
+    write: WriteOptions = DEFAULT_OPTIONS
+    read: ReadOptions = DEFAULT_READ_OPTIONS
+    check_replicas: str = "warn"
+    warn_unchanged: bool = True
+    strict: Strict = True
+    process_group: dist.ProcessGroup | None = None
+    no_dist: bool = False
+    timeout: float = TIMEOUT_SECONDS
+
+    def __post_init__(self) -> None:
+        require_choice("staging", self.staging, ("blocking", "overlapped"))
+        require_choice("check_replicas", self.check_replicas, MODES)
+        require_instance("write", self.write, WriteOptions)
+        require_instance("read", self.read, ReadOptions)
+
+
+_DEFAULTS = AsyncCheckpointOptions()
 
 
 @dataclass(frozen=True)
@@ -51,10 +108,9 @@ class AsyncCheckpoint:
     exit, the interpreter waits up to an hour for a running write.
 
     Args:
-        save_options: dict of options for :func:`torch_ckpt.async_save`. With
-            ``staging="overlapped"``, every optimizer in the state is passed to
-            :meth:`torch_ckpt.AsyncSave.guard`.
-        load_options: dict of options for :func:`torch_ckpt.load`.
+        options: an :class:`AsyncCheckpointOptions`; can only be passed positionally, because each
+            keyword is a value to save.
+        removed: no argument; the error for a second positional argument names ``options``.
         state: the values to save, passed as keywords; see docs/state.md.
 
     The values are also attributes: ``checkpoint.step += 1`` changes the value named ``step``, and
@@ -66,8 +122,8 @@ class AsyncCheckpoint:
 
     Raises:
         ValueError: a value is named ``save_counter``.
-        TypeError: ``save_options`` or ``load_options`` is not a mapping or has an unknown option. A
-            common cause is passing the values positionally instead of as keywords.
+        TypeError: the positional argument is no :class:`AsyncCheckpointOptions`. A common cause is
+            passing the values positionally instead of as keywords.
 
     Example::
 
@@ -84,20 +140,24 @@ class AsyncCheckpoint:
 
     def __init__(
         self,
-        save_options: Mapping[str, Any] | None = None,
-        load_options: Mapping[str, Any] | None = None,
+        options: AsyncCheckpointOptions = _DEFAULTS,
         /,
+        *removed: Never,
         **state: object,
     ) -> None:
+        if removed or not isinstance(options, AsyncCheckpointOptions):
+            raise TypeError(
+                "AsyncCheckpoint() accepts one positional argument, a torch_ckpt.training."
+                "async_checkpoint.AsyncCheckpointOptions, got "
+                f"{', '.join(type(given).__name__ for given in (options, *removed))}. Pass the "
+                "values to save as keywords: AsyncCheckpoint(model=model)."
+            )
         if SAVE_COUNTER in state:
             raise ValueError(
                 f"the name {SAVE_COUNTER} is reserved for the number of saves. Rename the value."
             )
         self.state = {**state, SAVE_COUNTER: 0}
-        self._save_options = _checked(save_options or {})
-        self._load_options = check_options(
-            "load_options", load_options, LOAD_OPTIONS | {"no_dist", "process_group"}
-        )
+        self._options = options
         self._before_save = BeforeSave()
         self._handle: AsyncSave | None = None
         self._save_metrics: SaveMetrics | None = None
@@ -161,13 +221,19 @@ class AsyncCheckpoint:
         """
         started = time.perf_counter()
         path = os.fspath(path)
-        previous = self._handle
+        previous, options = self._handle, self._options
         try:
             handle = async_save(
                 lambda: self._before_save.read(self.state),
                 path,
+                staging=options.staging,
+                options=options.write,
+                process_group=options.process_group,
+                no_dist=options.no_dist,
+                timeout=options.timeout,
                 on_commit=None if on_commit is None else lambda _checkpoint: on_commit(path),
-                **self._save_options,
+                warn_unchanged=options.warn_unchanged,
+                check_replicas=options.check_replicas,
             )
         except BaseException:
             # Drop the handle: this call raises the previous write's error, or the next one will.
@@ -175,7 +241,7 @@ class AsyncCheckpoint:
                 self._handle = None
             raise
         self._handle = handle
-        if self._save_options.get("staging") == "overlapped":
+        if options.staging == "overlapped":
             for value in self.state.values():
                 if isinstance(value, Optimizer):
                     handle.guard(value)
@@ -244,10 +310,15 @@ class AsyncCheckpoint:
             _core.fault_point("wait for the save before", self._handle.metrics().path)
             # Do not call result(), which would mark the write's error as reported.
             concurrent.futures.wait([self._handle.committed])
-        timeout = self._save_options.get("timeout", TIMEOUT_SECONDS)
-        arguments = {"timeout": timeout, **self._load_options}
-        source_of = partial(Source, path, arguments.pop("options", DEFAULT_READ_OPTIONS))
-        load(state, source_of, **arguments, restores_structure=True)
+        load(
+            state,
+            partial(Source, path, self._options.read),
+            process_group=self._options.process_group,
+            no_dist=self._options.no_dist,
+            strict=self._options.strict,
+            timeout=self._options.timeout,
+            restores_structure=True,
+        )
 
     def sync(self, timeout: float | None = None) -> None:
         """Waits until the most recent write is durable and visible.
@@ -274,18 +345,3 @@ class AsyncCheckpoint:
         if save is None:
             return None
         return WriteMetrics(self._blocked_s, save.total_s, self._training_s, save)
-
-
-def _checked(save_options: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(save_options, Mapping):
-        raise TypeError(
-            f"save_options must be a mapping, got {type(save_options).__name__}. Pass the values "
-            "to save as keywords: AsyncCheckpoint(model=model)."
-        )
-    unknown = [name for name in save_options if name not in names_of(async_save)]
-    if unknown:
-        raise TypeError(
-            f"save_options has {', '.join(map(repr, unknown))}, which torch_ckpt.async_save does "
-            "not accept. Pass the values to save as keywords: AsyncCheckpoint(model=model)."
-        )
-    return dict(save_options)

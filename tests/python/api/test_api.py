@@ -262,7 +262,7 @@ OURS: dict[str, Callable[[str], Any]] = {
     "load": lambda url: torch_ckpt.load({}, url, no_dist=True),
     "preflight": lambda url: torch_ckpt.preflight({}, url),
     "AsyncCheckpoint.write": lambda url: torch_ckpt.AsyncCheckpoint().write(url),
-    "AsyncCheckpoint.read": lambda url: torch_ckpt.AsyncCheckpoint({}, {"no_dist": True}).read(url),
+    "AsyncCheckpoint.read": lambda url: torch_ckpt.AsyncCheckpoint().read(url),
     "FileSystemWriter": torch_ckpt.FileSystemWriter,
     "FileSystemReader": torch_ckpt.FileSystemReader,
     "dcp.save": lambda url: dcp.save(

@@ -16,7 +16,7 @@ from tests.fault_hooks import before, calling
 from tests.gates import Gate
 from tests.support import assert_equal
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.training.async_checkpoint import AsyncCheckpoint
+from torch_ckpt.training.async_checkpoint import AsyncCheckpoint, AsyncCheckpointOptions
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -111,10 +111,53 @@ def test_its_own_attributes_cannot_be_set(name: str) -> None:
         setattr(checkpoint, name, 3)
 
 
-@pytest.mark.parametrize("given", [{"model": weights(1)}, weights(1)], ids=["dict", "module"])
-def test_values_must_be_passed_by_keyword(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"keywords: AsyncCheckpoint\(model=model\)"):
-        AsyncCheckpoint(given)
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ([{"model": weights(1)}], "dict"),
+        ([weights(1)], "Linear"),
+        ([{"staging": "overlapped"}, {"verify": False}], "dict, dict"),
+        ([AsyncCheckpointOptions(), {}], "AsyncCheckpointOptions, dict"),
+    ],
+)
+def test_values_must_be_passed_by_keyword_and_options_as_an_object(
+    given: list[Any], names: str
+) -> None:
+    match = rf"AsyncCheckpointOptions, got {names}\. Pass .*: AsyncCheckpoint\(model=model\)"
+    with pytest.raises(TypeError, match=match):
+        AsyncCheckpoint(*given)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"staging": "later"}, ValueError, "staging must be one of 'blocking', 'overlapped'"),
+        ({"check_replicas": "all"}, ValueError, "check_replicas must be one of"),
+        ({"write": {}}, TypeError, r"write must be a torch_ckpt\.WriteOptions"),
+        ({"read": {}}, TypeError, r"read must be a torch_ckpt\.ReadOptions"),
+    ],
+)
+def test_invalid_options_are_refused(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        AsyncCheckpointOptions(**options)
+
+
+def test_the_options_apply_to_writes_and_restores(tmp_path: Path) -> None:
+    options = AsyncCheckpointOptions(
+        write=torch_ckpt.WriteOptions(overwrite=False), strict=False, no_dist=True
+    )
+    checkpoint = AsyncCheckpoint(options, step=3)
+    checkpoint.write(tmp_path / "c")
+    checkpoint.sync()
+    checkpoint.write(tmp_path / "c")
+    with pytest.raises(CheckpointException, match="already"):
+        checkpoint.sync()
+    fresh = AsyncCheckpoint(options, step=0, epoch=7)
+    with pytest.warns(UserWarning, match="epoch"):
+        fresh.read(tmp_path / "c")
+    assert (fresh.step, fresh.epoch) == (3, 7)
 
 
 @pytest.mark.parametrize("name", ["read", "restore"])
@@ -234,7 +277,8 @@ def test_hooks_run_at_each_write_until_removed(tmp_path: Path) -> None:
 def test_an_overlapped_write_guards_the_optimizers(tmp_path: Path, gate: Gate) -> None:
     model = weights(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpoint = AsyncCheckpoint({"staging": "overlapped"}, model=model, optimizer=optimizer)
+    options = AsyncCheckpointOptions(staging="overlapped")
+    checkpoint = AsyncCheckpoint(options, model=model, optimizer=optimizer)
     with calling({"background save begins": gate, "wait until staged": gate.open}):
         checkpoint.save(tmp_path / "ckpt")
         gate.wait()
