@@ -25,7 +25,7 @@ def spawn(function: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def let_go(thread: threading.Thread) -> None:
+def exit_without(thread: threading.Thread) -> None:
     """Lets the interpreter exit without waiting for a thread that :func:`spawn` started."""
     with _lock:
         _threads[:] = [one for one in _threads if one is not thread]

@@ -28,7 +28,7 @@ from torch_ckpt import _core
 from torch_ckpt.errors import CheckpointError, Corrupt
 
 #: Offsets and sizes, one per dimension.
-Box = tuple[Sequence[int], Sequence[int]]
+OffsetsAndSizes = tuple[Sequence[int], Sequence[int]]
 
 
 def require_cover(
@@ -41,7 +41,7 @@ def require_cover(
             these names.
         items: the items of the plan.
     """
-    planned: dict[tuple[str, Any], list[Box]] = defaultdict(list)
+    planned: dict[tuple[str, Any], list[OffsetsAndSizes]] = defaultdict(list)
     for item in items:
         index = item.dest_index
         planned[index.fqn, index.offset].append((item.dest_offsets, item.lengths))
@@ -59,7 +59,7 @@ def require_cover(
 
 
 def _require_all(
-    name: str, wanted: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int]
+    name: str, wanted: Sequence[int], boxes: Sequence[OffsetsAndSizes], offsets: Sequence[int]
 ) -> None:
     """Raises Corrupt if boxes, relative to ``offsets``, do not cover the wanted part."""
     count = math.prod(wanted)

@@ -59,7 +59,7 @@ def published_file(
         target: path of the file.
         overwrite: replace an existing file.
         sync: fsync the file and its directory.
-        advice: see :func:`told_of_durability`.
+        advice: see :func:`add_durability_advice`.
 
     Raises:
         FileExistsError: the file exists, and ``overwrite`` is False.
@@ -74,7 +74,7 @@ def published_file(
         try:
             with new_file(os.path.join(directory, temporary), sync=sync) as stream:
                 yield stream
-            with told_of_durability(target, advice):
+            with add_durability_advice(target, advice):
                 _core.publish(opened, temporary, name, sync=sync, replace=overwrite)
         except DurabilityUncertain:
             # Keep the temporary file: the rename may still take effect.
@@ -94,8 +94,8 @@ def require_absent(target: str, overwrite: bool) -> None:
 
 
 @contextmanager
-def told_of_durability(target: str, advice: str) -> Iterator[None]:
-    """Block that adds the target, and ``advice`` on what to do, to a DurabilityUncertain error."""
+def add_durability_advice(target: str, advice: str) -> Iterator[None]:
+    """Adds the target, and ``advice`` on what to do, to a DurabilityUncertain error of a block."""
     try:
         yield
     except DurabilityUncertain as error:

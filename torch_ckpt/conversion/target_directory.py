@@ -13,7 +13,7 @@ from functools import partial
 from torch_ckpt import _core
 from torch_ckpt.checkpoint import publishing
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.publishing import require_absent, split, told_of_durability
+from torch_ckpt.checkpoint.publishing import add_durability_advice, require_absent, split
 
 _ADVICE = ". Convert again with overwrite=True (--overwrite)"
 
@@ -49,5 +49,5 @@ def published_directory(
         except BaseException:
             save.discard()
             raise
-        with told_of_durability(target, _ADVICE):
+        with add_durability_advice(target, _ADVICE):
             save.publish(True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from torch_ckpt.manager.schedule import Decisions
+from torch_ckpt.manager.schedule import StepDecisions
 from torch_ckpt.publication.export import Export
 from torch_ckpt.ranks.group import RankGroup
 
@@ -36,7 +36,7 @@ class Exports:
 
     def __init__(self, export: Export | None, group: RankGroup, timeout: float) -> None:
         self.export = export
-        self.decisions = Decisions(group, timeout, time.monotonic)
+        self.decisions = StepDecisions(group, timeout, time.monotonic)
         self.due_step: int | None = None
         self.newest_valid: int | None = None
         self.last_step: int | None = None

@@ -65,7 +65,7 @@ from torch_ckpt.saving.host_memory import reserve_for_state
 from torch_ckpt.state.states import BeforeSave, require_state
 from torch_ckpt.steps import StepInfo, StepStore, open_steps, step_name
 from torch_ckpt.steps.retention import Retention
-from torch_ckpt.steps.root_lease import Lease
+from torch_ckpt.steps.root_lease import RootLease
 
 if TYPE_CHECKING:
     from typing_extensions import Never  # in typing since Python 3.11
@@ -179,7 +179,7 @@ class CheckpointManager:
 
         # Only rank 0 needs the lease: it commits steps for all ranks, and deletes them.
         writes = not read_only and self._rank == 0
-        self._lease = Lease(self._store.lease_root if writes else None, takeover=takeover)
+        self._lease = RootLease(self._store.lease_root if writes else None, takeover=takeover)
         self._store.lease = self._lease
 
         def begin() -> None:

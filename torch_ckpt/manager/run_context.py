@@ -19,7 +19,7 @@ from torch_ckpt.events import Event
 from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
 from torch_ckpt.ranks.group import current_group
 from torch_ckpt.steps import StepStore
-from torch_ckpt.steps.root_lease import TIMES, Lease
+from torch_ckpt.steps.root_lease import TIMES, RootLease
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class RunContext:
     """
 
     store: StepStore
-    lease: Lease
+    lease: RootLease
     attempt: str
     rank: int
     ranks: int

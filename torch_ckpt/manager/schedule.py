@@ -87,7 +87,7 @@ class Schedule:
         self._steps = saves.save_on_steps
         self._skip_if_busy = saves.if_busy == "skip"
         self._clock = clock = clock or time.monotonic
-        self.decisions = Decisions(group, timeout, clock)
+        self.decisions = StepDecisions(group, timeout, clock)
         self._last_start = clock()
 
     def should_save(self, step: int, is_busy: Callable[[], bool]) -> bool:
@@ -121,7 +121,7 @@ class Schedule:
         return self._clock() - self._last_start >= self._min_seconds()
 
 
-class Decisions:
+class StepDecisions:
     """Rank 0's decisions, in the order in which every rank reads them.
 
     Attributes:

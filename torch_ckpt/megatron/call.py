@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
-from torch_ckpt._base.exit_threads import let_go, spawn
+from torch_ckpt._base.exit_threads import exit_without, spawn
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.errors import CheckpointError
@@ -23,10 +23,10 @@ from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import (
     Failure,
     capture_exceptions,
+    convert_torch_failure,
     drop_frames,
     failed_on,
     failure_of,
-    of_torch,
 )
 from torch_ckpt.ranks.group import RankGroup, own_rank
 from torch_ckpt.ranks.polled_event import PolledEvent
@@ -70,15 +70,15 @@ class Call:
         with staging_for(self.staged):
             arguments = capture_exceptions(stage_arguments, self.request)
         if isinstance(arguments, Failure):
-            self.end(arguments)
+            self.complete(arguments)
         elif self.request.async_fn is None:
-            self.end(None)
+            self.complete(None)
         else:
             try:
                 # Only the thread refers to the arguments.
                 self._thread = spawn(partial(self._run, [arguments], before))
             except RuntimeError as error:
-                self.end(failure_of(error))
+                self.complete(failure_of(error))
         if self.is_aborted:
             # Another thread aborted the call before all of its writes were listed.
             self.abort()
@@ -90,7 +90,7 @@ class Call:
             # The other ranks receive this error when the call is finalized.
             raise arguments.error
 
-    def end(self, failure: Failure | None) -> None:
+    def complete(self, failure: Failure | None) -> None:
         """Records the outcome; None means success. Only the first call has an effect."""
         with self._lock:
             if not self.ended.is_set():
@@ -111,14 +111,14 @@ class Call:
         self._cancel(failure)
         if self.agreement is not None:
             self.agreement.ranks.cancel(failure)
-        self.discard()
+        self.release_finalize_fns()
 
     def cancel_writes(self) -> None:
         """Cancels the writes that have begun; their files are deleted."""
         for write in list(self.staged.writes):
             write.cancel()
 
-    def discard(self) -> None:
+    def release_finalize_fns(self) -> None:
         """Releases the finalize functions, and with them the writer and its results.
 
         Other threads, or an error's frames, may still refer to this call.
@@ -141,7 +141,7 @@ class Call:
         pause = min(_CHECK_SECONDS, timeout / 10)
         while not self.ended.wait(pause):
             if _is_exiting.is_set():
-                self.end(self.abort_failure())
+                self.complete(self.abort_failure())
             now = self._progress()
             if now != progress:
                 progress, since = now, time.monotonic()
@@ -161,7 +161,7 @@ class Call:
         except Exception as error:
             return error
         except CheckpointException as error:  # torch's error; not a subclass of Exception
-            return of_torch(error)
+            return convert_torch_failure(error)
         return None
 
     def failure_of_all(self, no_dist: bool) -> Exception | None:
@@ -184,7 +184,7 @@ class Call:
         if before is not None:
             before.ended.wait()
         outcome = capture_exceptions(self._call_function, staged.pop())
-        self.end(outcome if isinstance(outcome, Failure) else None)
+        self.complete(outcome if isinstance(outcome, Failure) else None)
 
     def _call_function(self, arguments: list[Any]) -> None:
         request = self.request
@@ -195,10 +195,10 @@ class Call:
     def _cancel(self, failure: Failure) -> None:
         """Ends the call with a failure. A caller's own function keeps running, but interpreter exit
         does not wait for it."""
-        self.end(failure)
+        self.complete(failure)
         self.cancel_writes()
         if self._thread is not None:
-            let_go(self._thread)
+            exit_without(self._thread)
 
     def _progress(self) -> tuple[int, int]:
         """Returns a value that changes as long as the call makes progress."""

@@ -179,7 +179,7 @@ class AsyncCallsQueue:
             failure = call.failure_of_all(no_dist)
             error = failure or call.finalize()
             # The call is in a reference cycle. Release the writer before the cycle is collected.
-            call.discard()
+            call.release_finalize_fns()
             number = call.request.call_idx
             if error is None:
                 finalized.append(number)

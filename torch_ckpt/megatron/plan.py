@@ -53,7 +53,7 @@ Finalizing = tuple[FileSystemWriterAsync, Metadata | None, _DistWrapper]
 CachedStructure = tuple[SavePlan | None, SavePlan | None, bool]
 
 
-class Planned(NamedTuple):
+class PlannedSave(NamedTuple):
     """Result of :func:`save_state_dict_async_plan`, in the form that Megatron unpacks."""
 
     finalizing: Finalizing
@@ -71,7 +71,7 @@ def save_state_dict_async_plan(
     planner: SavePlanner | None = None,
     cached_ckpt_structure: CachedStructure | None = None,
     loaded_all_plans: list[SavePlan] | None = None,
-) -> Planned:
+) -> PlannedSave:
     """Plans a save and passes the values to the writer. All ranks must call this function.
 
     Args:
@@ -133,7 +133,7 @@ def save_state_dict_async_plan(
         save.remember_structure()
     central = save.prepare_write(problem)
     finalizing = storage_writer, save.metadata, wrapper
-    return Planned(finalizing, central, save.local, save.is_as_cached, save.is_as_loaded)
+    return PlannedSave(finalizing, central, save.local, save.is_as_cached, save.is_as_loaded)
 
 
 def save_state_dict_async_finalize(

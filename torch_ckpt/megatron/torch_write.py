@@ -101,7 +101,7 @@ class TorchWrite:
             self.opened.sync()
         return {number: future.result() for number, future in enumerate(futures)}
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Releases the directory: the write has ended."""
         self.opened = None
 

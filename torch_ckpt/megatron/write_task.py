@@ -116,7 +116,7 @@ class EngineWrite:
             on_staged=self._is_staged.set,
         )
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Releases the sources and the waiting threads: the write has ended, or will not start."""
         self._save.finish()
         self._ready = ()
@@ -359,7 +359,7 @@ class WriteTask:
             self._send_to_children()
         finally:
             if self._write is not None:
-                self._write.end()
+                self._write.close()
             self._ended.set()
 
     def _delete_files(self) -> None:

@@ -205,7 +205,7 @@ def raised_as_ours(rank: int) -> Iterator[None]:
         raise_on(rank, str(error.args[0]), error.failures)
 
 
-def of_torch(error: CheckpointException) -> CheckpointFailed:
+def convert_torch_failure(error: CheckpointException) -> CheckpointFailed:
     """Converts torch's exception to this package's."""
     if isinstance(error, CheckpointFailed):
         return error

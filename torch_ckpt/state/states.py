@@ -39,7 +39,7 @@ from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.ranks.failures import of_torch
+from torch_ckpt.ranks.failures import convert_torch_failure
 from torch_ckpt.ranks.group import own_rank
 from torch_ckpt.state.optimizers import (
     OptimizerState,
@@ -80,7 +80,7 @@ class BeforeSave(OrderedDict[int, Callable[[], None]]):
                 hook()
             except CheckpointException as error:
                 # The hook has called a function of torch, whose exceptions are no Exception.
-                raise of_torch(error) from None
+                raise convert_torch_failure(error) from None
         return state
 
 

@@ -104,7 +104,7 @@ class LeaseFile:
             directory.close()
         return float(now - found.heartbeat) / 1e9
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Unlocks the lease of this process. Removes the root if this object has created it, no
         other run has ever held its lease, it has no other file, and no process holds the lock on
         it."""

@@ -42,7 +42,7 @@ class Times:
 TIMES = Times()
 
 
-class Lease:
+class RootLease:
     """One manager's share of its process's lease on a root.
 
     Several threads may use the object. Once it is released, it never takes the lease again.
@@ -196,7 +196,7 @@ class ObservedLease:
         self._found = b"" if found is None else found.version
 
     def expected(self) -> bytes:
-        """See :meth:`Lease.expected`."""
+        """See :meth:`RootLease.expected`."""
         return self._found
 
     def require(self) -> None:
@@ -219,7 +219,7 @@ class ObservedLease:
         )
 
     def marker(self) -> dict[str, Any]:
-        """See :meth:`Lease.marker`. A command has no run."""
+        """See :meth:`RootLease.marker`. A command has no run."""
         return {}
 
 
@@ -228,7 +228,7 @@ class _HeldLease:
 
     Attributes:
         record: the record of this process.
-        expected: see :meth:`Lease.expected`.
+        expected: see :meth:`RootLease.expected`.
     """
 
     def __init__(self, file: LeaseFile, run: RunLease, renew: float) -> None:
@@ -246,11 +246,11 @@ class _HeldLease:
         try:
             self._thread.start()
         except RuntimeError as error:
-            self.end()
+            self.close()
             raise OSError(errno.EAGAIN, f"the system refused to start a thread: {error}") from error
 
     def require(self) -> None:
-        """See :meth:`Lease.require`."""
+        """See :meth:`RootLease.require`."""
         if os.getpid() != self._pid:
             raise RootInUse(
                 f"{self._file.root}: this process is a forked child of process {self._pid}, which "
@@ -261,9 +261,9 @@ class _HeldLease:
     def release(self) -> None:
         """Releases one share."""
         if os.getpid() == self._pid and _leases.drop_share(self):
-            self.end()
+            self.close()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Releases the lease. Does nothing if the file system fails: the lease then looks like that
         of a dead run."""
         if os.getpid() != self._pid or not _leases.remove(self):
@@ -274,7 +274,7 @@ class _HeldLease:
             self._thread.join()
         with suppress(OSError, RootInUse):
             perform(self._run.release(), self._file)
-        self._file.leave()
+        self._file.release()
 
     def close_in_child(self) -> None:
         """Closes the child's copy of the file, so that the lock ends with the parent."""
@@ -340,7 +340,7 @@ _leases = _Leases()
 def _release_all() -> None:
     """Releases all leases of this process, for its exit."""
     for held in _leases.all():
-        held.end()
+        held.close()
 
 
 def _forget_in_child() -> None:

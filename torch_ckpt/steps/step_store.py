@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch_ckpt.loading.load import LoadArguments
     from torch_ckpt.loading.report import LoadReport
     from torch_ckpt.saving.target import Target
-    from torch_ckpt.steps.root_lease import Lease, ObservedLease
+    from torch_ckpt.steps.root_lease import ObservedLease, RootLease
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class StepStore(abc.ABC):
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.lease: Lease | ObservedLease | None = None
+        self.lease: RootLease | ObservedLease | None = None
 
     @property
     def lease_root(self) -> str | None:

@@ -18,7 +18,7 @@ from torch_ckpt.cli.steps import collect
 from torch_ckpt.steps import LocalSteps, open_steps
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.retention import Retention
-from torch_ckpt.steps.root_lease import Lease
+from torch_ckpt.steps.root_lease import RootLease
 
 real_and_dry = pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry run"])
 
@@ -179,7 +179,7 @@ def test_deletions_stop_if_a_run_takes_the_lease_after_the_steps_were_listed(
     root: Path, run: Run, arguments: list[str]
 ) -> None:
     save_steps(root, 1, 2, 3)
-    lease = Lease(str(root))
+    lease = RootLease(str(root))
     command, *others = arguments
     with before("rmtree", lease.require):
         run(command, root, *others, code=2)
