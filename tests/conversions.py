@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support import random_tensor
-from torch_ckpt.conversion.convert import convert
+from torch_ckpt import convert
 
 STATE = {
     "model": {

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 import torch_ckpt
 from tests.metadata import read_metadata
 from tests.support import StateDict, cause_of, stock_save
+from torch_ckpt import LoadMismatch
 from torch_ckpt.checkpoint.metadata import encode_metadata
-from torch_ckpt.errors import LoadMismatch
 
 Shape = tuple[int, ...]
 

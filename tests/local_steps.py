@@ -11,7 +11,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support import ATTEMPT, assert_equal, cause_of, load, save_step  # noqa: F401
-from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
+from torch_ckpt import WriteOptions
+from torch_ckpt.options import DEFAULT_OPTIONS
 from torch_ckpt.steps import MARKER_NAME, LocalSteps
 
 

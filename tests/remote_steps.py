@@ -16,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests.remote_stores import BUCKET, Hooked, hooked, hooked_url, s3_server
 from tests.support import assert_equal, random_tensor, save_step
-from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
+from torch_ckpt import WriteOptions
+from torch_ckpt.options import DEFAULT_OPTIONS
 from torch_ckpt.steps import MARKER_NAME
 from torch_ckpt.steps.remote import LEFTOVER_SECONDS, RemoteSteps
 

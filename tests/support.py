@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torch_ckpt
+from torch_ckpt import WriteOptions
 from torch_ckpt.checkpoint.metadata import checksum_tables
-from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
+from torch_ckpt.options import DEFAULT_OPTIONS
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.saving import handle
 from torch_ckpt.steps import StepStore

@@ -47,8 +47,7 @@ from tests.distributed.cases import (
 from tests.distributed.launcher import on, on_ranks
 from tests.fault_hooks import at_fault_points, calling, failing, held
 from tests.support import assert_equal, emptied
-from torch_ckpt import CheckpointError, OnCommitFailed, SourceChanged
-from torch_ckpt.options import WriteOptions
+from torch_ckpt import CheckpointError, OnCommitFailed, SourceChanged, WriteOptions
 
 # --- replicas that differ -------------------------------------------------------------------------
 

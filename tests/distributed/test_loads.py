@@ -54,9 +54,9 @@ from tests.distributed.loads import (
 from tests.loads import with_read_options
 from tests.local_steps import saved
 from tests.support import assert_equal, data_files, emptied
+from torch_ckpt import Corrupt, LoadMismatch
 from torch_ckpt.checkpoint.chunks import chunks_here
 from torch_ckpt.checkpoint.source import Source
-from torch_ckpt.errors import Corrupt, LoadMismatch
 from torch_ckpt.inspection.diff import diff
 from torch_ckpt.steps import LocalSteps
 

@@ -36,8 +36,8 @@ from tests.distributed.managers import (
     state_of,
 )
 from tests.fault_hooks import failing, held
-from torch_ckpt import CheckpointManager, PerRank
-from torch_ckpt.errors import CheckpointError, NotCommitted
+from torch_ckpt import CheckpointError, CheckpointManager, PerRank
+from torch_ckpt.errors import NotCommitted
 from torch_ckpt.events import Event
 from torch_ckpt.manager import Preemption, SaveOptions, schedule
 from torch_ckpt.multihost import RanksDisagree

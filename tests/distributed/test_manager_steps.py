@@ -31,9 +31,9 @@ from tests.distributed.managers import (
 from tests.fault_hooks import at_fault_points, failing
 from tests.gates import LIMIT
 from tests.support import data_files, flip_bit
-from torch_ckpt import CheckpointManager, PerRank, Retention
+from torch_ckpt import CheckpointError, CheckpointManager, LoadMismatch, PerRank, Retention
 from torch_ckpt.checkpoint import marker
-from torch_ckpt.errors import CheckpointError, LoadMismatch, NotCommitted
+from torch_ckpt.errors import NotCommitted
 from torch_ckpt.events import Event
 from torch_ckpt.manager import SaveOptions, restoring
 from torch_ckpt.multihost import RanksDisagree

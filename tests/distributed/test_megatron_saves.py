@@ -43,9 +43,8 @@ from tests.distributed.megatron_training import (
 )
 from tests.metadata import read_metadata
 from tests.support import assert_equal, data_files
-from torch_ckpt import nvrx
+from torch_ckpt import CheckpointError, nvrx
 from torch_ckpt.checkpoint.lease import remove_leftovers
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron import (
     AsyncCallsQueue,
     AsyncRequest,

@@ -41,8 +41,8 @@ from tests.distributed.silent_ranks import (
 from tests.ranks import ranks
 from tests.remote_stores import BUCKET, s3_server
 from tests.support import assert_equal, save_step, start_step
+from torch_ckpt import ReadOptions, WriteOptions
 from torch_ckpt.multihost import RanksDisagree
-from torch_ckpt.options import ReadOptions, WriteOptions
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.remote_files import RemoteFiles
 from torch_ckpt.steps.remote_reader import RemoteSource

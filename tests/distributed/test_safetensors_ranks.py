@@ -21,7 +21,7 @@ from tests.distributed.launcher import on, on_ranks
 from tests.distributed.loads import ALLOWANCE, LOADERS, by_load, bytes_read_by, flip, on_rank_0
 from tests.safetensors_files import write_checksums, write_shards
 from tests.support import assert_equal
-from torch_ckpt.errors import Corrupt
+from torch_ckpt import Corrupt
 
 
 def files_of(launch: Launch, *shards: StateDict) -> Path:

@@ -24,10 +24,9 @@ from tests.distributed.cases import Launch, mesh_1d
 from tests.distributed.launcher import between, on, on_ranks
 from tests.programs import restore, save
 from tests.support import assert_equal
-from torch_ckpt import PerRank, RNGState
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt import AsyncCheckpoint, CheckpointError, PerRank, RNGState
 from torch_ckpt.state.states import States
-from torch_ckpt.training.async_checkpoint import AsyncCheckpoint, AsyncCheckpointOptions
+from torch_ckpt.training.async_checkpoint import AsyncCheckpointOptions
 
 State = dict[str, Any]
 

@@ -16,8 +16,7 @@ from torch.optim import lr_scheduler
 
 import torch_ckpt
 from tests.support import assert_equal, cause_of, pairwise, stock_restore, stock_save
-from torch_ckpt import RNGState
-from torch_ckpt.errors import LoadMismatch
+from torch_ckpt import LoadMismatch, RNGState
 
 State = dict[str, Any]
 Call = Callable[[State, Path], Any]

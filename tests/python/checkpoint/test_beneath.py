@@ -28,9 +28,9 @@ from tests.support import (
     place_of,
     save,
 )
+from torch_ckpt import Corrupt, Unsafe
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
-from torch_ckpt.errors import Corrupt, Unsafe
 
 STATE: StateDict = {
     "weight": torch.arange(12000, dtype=torch.float32).view(40, 300),

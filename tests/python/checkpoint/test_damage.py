@@ -38,8 +38,8 @@ from tests.support import (
     stock_load,
     stock_save,
 )
+from torch_ckpt import CheckpointError, Corrupt
 from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata
-from torch_ckpt.errors import CheckpointError, Corrupt
 
 BLOCK = 64 << 10
 

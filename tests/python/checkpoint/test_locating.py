@@ -15,11 +15,11 @@ import torch_ckpt
 from tests.fault_hooks import at_fault_points
 from tests.local_steps import saved
 from tests.support import cause_of, save
+from torch_ckpt import CheckpointError
 from torch_ckpt.checkpoint import locating
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.diff import diff
 from torch_ckpt.inspection.explain import explain
 from torch_ckpt.inspection.listing import examine

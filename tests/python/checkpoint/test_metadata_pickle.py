@@ -29,9 +29,8 @@ from tests.cpp.stock_metadata import rich, small, with_looked_up_members
 from tests.forked import in_fork
 from tests.metadata import read_metadata
 from tests.support import DTYPES, save, stock_save, zeros
-from torch_ckpt import _core
+from torch_ckpt import Corrupt, Unsafe, _core
 from torch_ckpt.checkpoint.metadata import _AllowListUnpickler, decode_metadata, encode_metadata
-from torch_ckpt.errors import Corrupt, Unsafe
 
 ROLES = _core.allowed_globals()
 SEAL_BYTES = 16

@@ -12,12 +12,12 @@ import torch_ckpt
 from tests import support
 from tests.commands import Run
 from tests.fault_hooks import before
+from torch_ckpt import Retention
 from torch_ckpt._base.formatting import duration
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.cli.steps import collect
 from torch_ckpt.steps import LocalSteps, open_steps
 from torch_ckpt.steps.remote import RemoteSteps
-from torch_ckpt.steps.retention import Retention
 from torch_ckpt.steps.root_lease import RootLease
 
 real_and_dry = pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry run"])

@@ -27,9 +27,8 @@ from tests.support import (
     stock_load,
     stock_save,
 )
-from torch_ckpt import CheckpointError, Corrupt, Unsafe
+from torch_ckpt import CheckpointError, Corrupt, Unsafe, convert
 from torch_ckpt.cli import arguments
-from torch_ckpt.conversion.convert import convert
 
 
 @pytest.mark.parametrize("saver", [save, stock_save])

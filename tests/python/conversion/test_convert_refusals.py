@@ -26,8 +26,7 @@ from tests.support import (
     save,
     stock_save,
 )
-from torch_ckpt import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.conversion.convert import convert
+from torch_ckpt import CheckpointError, Corrupt, Unsafe, convert
 
 
 def header(**tensors: Any) -> bytes:

@@ -13,9 +13,8 @@ import torch_ckpt
 from tests.commands import Run
 from tests.conversions import names_in
 from tests.support import assert_equal, save
-from torch_ckpt import PerRank, RNGState
-from torch_ckpt.conversion.convert import ConvertReport, convert
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt import CheckpointError, PerRank, RNGState, convert
+from torch_ckpt.conversion.convert import ConvertReport
 
 STATE = {
     "model": {"layer.weight": torch.randn(4, 3), "layer.count": torch.arange(3)},

@@ -12,7 +12,7 @@ from tests.conversions import loaded, names_in, refused
 from tests.fault_hooks import at_fault_points, failing
 from tests.forked import run_script
 from tests.support import assert_equal, files_limited_to, save
-from torch_ckpt.conversion.convert import convert
+from torch_ckpt import convert
 from torch_ckpt.errors import DurabilityUncertain
 
 TARGETS: dict[str, dict[str, Any]] = {

@@ -34,9 +34,8 @@ from tests.support import (
     save,
     stock_save,
 )
+from torch_ckpt import Checkpoint, CheckpointError
 from torch_ckpt._base.progress import Progress
-from torch_ckpt.checkpoint.opened import Checkpoint
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.boxes import split_into_boxes
 from torch_ckpt.inspection.diff import diff
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference

@@ -22,10 +22,8 @@ from tests.support import (
     reset_peak_memory,
     stock_save,
 )
-from torch_ckpt import _core
+from torch_ckpt import Corrupt, ReadOptions, Unsafe, _core
 from torch_ckpt.checkpoint.source import Source
-from torch_ckpt.errors import Corrupt, Unsafe
-from torch_ckpt.options import ReadOptions
 
 
 def test_lack_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.support import (
     random_tensor,
     reset_peak_memory,
 )
-from torch_ckpt.errors import LoadMismatch
+from torch_ckpt import LoadMismatch
 from torch_ckpt.loading.report import ReadMemory
 
 # --- memory --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 import torch_ckpt
 from tests.loads import LOADERS, MIB, load, mismatch, refusal, save
 from tests.support import StateDict, assert_equal, emptied, stock_save
-from torch_ckpt.errors import CheckpointError, Corrupt, LoadMismatch
+from torch_ckpt import CheckpointError, Corrupt, LoadMismatch
 
 # --- what fits and what does not -----------------------------------------------------------------
 

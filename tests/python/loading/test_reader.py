@@ -26,7 +26,7 @@ from tests.support import (
     stock_save,
     zeros,
 )
-from torch_ckpt.errors import Corrupt
+from torch_ckpt import Corrupt
 
 Offsets = tuple[int, ...]
 

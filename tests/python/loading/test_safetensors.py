@@ -33,8 +33,7 @@ from tests.support import (
     reset_peak_memory,
     zeros,
 )
-from torch_ckpt import _core
-from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt import CheckpointError, Corrupt, Unsafe, _core
 
 STATE = {
     **{

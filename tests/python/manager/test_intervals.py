@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt import CheckpointError
 from torch_ckpt.intervals import AutoInterval, MeasuredInterval
 from torch_ckpt.manager import SaveOptions
 from torch_ckpt.manager.policies import Interval

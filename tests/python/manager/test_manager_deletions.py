@@ -22,12 +22,11 @@ from tests.managers import (
     run_of,
     train,
 )
+from torch_ckpt import CheckpointError, Retention
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.steps import LocalSteps
-from torch_ckpt.steps.retention import Retention
 
 
 def test_steps_that_no_rule_keeps_are_deleted_in_the_background(make: Make) -> None:

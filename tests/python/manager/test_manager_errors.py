@@ -27,8 +27,8 @@ from tests.managers import (
     training_of,
 )
 from tests.support import cause_of
-from torch_ckpt import CheckpointManager
-from torch_ckpt.errors import CheckpointError, NotCommitted, SourceChanged
+from torch_ckpt import CheckpointError, CheckpointManager, SourceChanged
+from torch_ckpt.errors import NotCommitted
 from torch_ckpt.events import Event
 from torch_ckpt.manager import Preemption, SaveOptions
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tests.managers import Training
-from torch_ckpt import CheckpointManager
+from torch_ckpt import CheckpointManager, WriteOptions
 from torch_ckpt.manager import manager as manager_module
 from torch_ckpt.manager.live_tensors import live_tensors
-from torch_ckpt.options import WriteOptions
 
 
 @pytest.fixture

@@ -33,9 +33,8 @@ from tests.managers import (
     training_of,
 )
 from tests.support import assert_equal, cause_of, data_files, flip_bit
-from torch_ckpt import CheckpointManager
+from torch_ckpt import CheckpointError, CheckpointManager, LoadMismatch, Unsafe
 from torch_ckpt.checkpoint import safe_types
-from torch_ckpt.errors import CheckpointError, LoadMismatch, Unsafe
 from torch_ckpt.events import Event
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.steps import MARKER_NAME

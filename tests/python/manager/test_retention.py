@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch_ckpt import Retention
 from torch_ckpt.steps import StepInfo
-from torch_ckpt.steps.retention import Retention
 
 HOUR = 3600.0
 NAN = math.nan

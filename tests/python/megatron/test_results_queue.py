@@ -21,7 +21,7 @@ import pytest
 
 from tests.forked import REPOSITORY, answer_of, end_of, fork, in_fork
 from tests.support import open_descriptors
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt import CheckpointError
 from torch_ckpt.megatron.results_queue import ResultsQueue
 
 #: Limit of all waits in seconds; a wait that reaches it fails the test.

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.layers import REPOSITORY
-from torch_ckpt._base.version import SUPPORTED_TORCH, __version__, check_torch_version
+from torch_ckpt import __version__
+from torch_ckpt._base.version import SUPPORTED_TORCH, check_torch_version
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.layers import REPOSITORY
-from torch_ckpt._base.version import __version__
+from torch_ckpt import __version__
 
 yaml = pytest.importorskip("yaml")
 

@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.fault_hooks import failing
 from tests.support import StateDict, assert_equal, cause_of, random_tensor
+from torch_ckpt import Retention
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.publication.publish import Version, async_publish
 from torch_ckpt.steps import open_steps
-from torch_ckpt.steps.retention import Retention
 
 
 def model(seed: int = 1) -> StateDict:

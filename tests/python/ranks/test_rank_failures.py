@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import torch_ckpt
 from tests.rank_threads import ranks_of, save, together
-from torch_ckpt.errors import CheckpointError, NotCommitted
+from torch_ckpt import CheckpointError
+from torch_ckpt.errors import NotCommitted
 from torch_ckpt.ranks.failures import CheckpointFailed, capture_exceptions, failed_on
 
 NOTHING = traceback.StackSummary()

@@ -27,8 +27,8 @@ from tests.background_saves import (
 from tests.fault_hooks import calling
 from tests.gates import LIMIT, Gate, eventually
 from tests.support import StateDict, files_limited_to
-from torch_ckpt import AsyncSave
-from torch_ckpt.options import CHUNK_BYTES, WriteOptions
+from torch_ckpt import AsyncSave, WriteOptions
+from torch_ckpt.options import CHUNK_BYTES
 
 # torch warns of every checkpoint that is replaced.
 pytestmark = [

@@ -36,8 +36,7 @@ from tests.background_saves import (
 from tests.fault_hooks import before
 from tests.gates import LIMIT, Gate
 from tests.support import DTYPES, StateDict, assert_equal, cause_of, random_tensor
-from torch_ckpt import Background, SourceChanged
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt import Background, CheckpointError, SourceChanged
 from torch_ckpt.options import CHUNK_BYTES
 
 # torch warns of every checkpoint that is replaced.

@@ -32,8 +32,9 @@ from tests.support import (
     save_with,
     stock_save,
 )
+from torch_ckpt import CheckpointError
 from torch_ckpt._base.progress import Progress
-from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
+from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 
 # --- without strace: real full disks, limits and directories -------------------------------------
 

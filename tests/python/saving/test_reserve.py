@@ -21,8 +21,8 @@ from tests.fault_hooks import calling, failing
 from tests.forked import in_fork, run_script
 from tests.gates import LIMIT, Gate, eventually, in_thread
 from tests.support import random_tensor
-from torch_ckpt import _core
-from torch_ckpt.options import CHUNK_BYTES, Background, WriteOptions
+from torch_ckpt import Background, WriteOptions, _core
+from torch_ckpt.options import CHUNK_BYTES
 from torch_ckpt.saving import host_memory
 from torch_ckpt.saving.host_memory import Reserve, trim_pool
 

@@ -14,9 +14,8 @@ import torch
 
 from tests.forked import answer_of
 from tests.support import random_tensor
-from torch_ckpt import _C, _core
-from torch_ckpt.errors import CheckpointError
-from torch_ckpt.options import CHUNK_BYTES, Background
+from torch_ckpt import _C, Background, CheckpointError, _core
+from torch_ckpt.options import CHUNK_BYTES
 
 #: Limit of waits that should not block, in seconds.
 LIMIT = 60.0

@@ -34,8 +34,7 @@ from tests.programs import (
     train,
 )
 from tests.support import assert_equal, cause_of, pairwise
-from torch_ckpt import PerRank, RNGState
-from torch_ckpt.errors import CheckpointError, LoadMismatch
+from torch_ckpt import CheckpointError, LoadMismatch, PerRank, RNGState
 from torch_ckpt.state.states import BeforeSave, States
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -20,8 +20,7 @@ from torch.optim import lr_scheduler
 import torch_ckpt
 from tests.programs import State, kept, restore, save
 from tests.support import assert_equal, cause_of, stock_load, stock_save
-from torch_ckpt import LoadReport
-from torch_ckpt.errors import CheckpointError, LoadMismatch
+from torch_ckpt import CheckpointError, LoadMismatch, LoadReport
 from torch_ckpt.state.states import States
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:torch.distributed is disabled")

@@ -18,8 +18,7 @@ import torch_ckpt
 from benchmarks.ranks import mesh_without_peers
 from tests.programs import State, restore, save
 from tests.support import assert_equal, stock_load, stock_save
-from torch_ckpt import PerRank
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt import CheckpointError, PerRank
 from torch_ckpt.state.states import States
 
 pytestmark = pytest.mark.filterwarnings(

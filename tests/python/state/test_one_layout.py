@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import torch_ckpt
 from tests.programs import State
 from tests.support import assert_equal, cause_of, stock_load, stock_save
-from torch_ckpt.errors import LoadMismatch
+from torch_ckpt import LoadMismatch
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:torch.distributed is disabled")
 

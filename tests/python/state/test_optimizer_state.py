@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import torch_ckpt
 from tests.programs import OPTIMIZERS, State, kept, program, restore, save
 from tests.support import assert_equal
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt import CheckpointError
 from torch_ckpt.state.states import States
 
 pytestmark = pytest.mark.filterwarnings("error")

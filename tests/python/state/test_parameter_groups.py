@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import torch_ckpt
 from tests.support import assert_equal, cause_of, stock_load, stock_save
-from torch_ckpt.errors import CheckpointError, LoadMismatch
+from torch_ckpt import CheckpointError, LoadMismatch
 from torch_ckpt.state.parameter_groups import pair_groups
 
 State = dict[str, Any]

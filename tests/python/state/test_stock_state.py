@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 import torch_ckpt
 from tests.programs import restore
 from tests.support import assert_equal, cause_of, stock_restore, stock_save
-from torch_ckpt.errors import CheckpointError, LoadMismatch
+from torch_ckpt import CheckpointError, LoadMismatch
 from torch_ckpt.state.states import States
 
 State = dict[str, Any]

@@ -13,11 +13,10 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.managers import damage, finish, manager_of, state_of
+from torch_ckpt import CheckpointError, Retention
 from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture
 from torch_ckpt.cli.steps import collect, delete
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.steps import LocalSteps, StepInfo
-from torch_ckpt.steps.retention import Retention
 from torch_ckpt.training import load_checkpoint_if_it_exists
 
 

@@ -28,7 +28,7 @@ from tests.remote_steps import (
 )
 from tests.remote_stores import BUCKET, hooked, hooked_url, s3_server
 from tests.support import assert_equal, cause_of, random_tensor, save_step, start_step
-from torch_ckpt.options import WriteOptions
+from torch_ckpt import WriteOptions
 from torch_ckpt.steps import MARKER_NAME, open_steps
 from torch_ckpt.steps.busy import busy
 from torch_ckpt.steps.remote import RemoteSteps

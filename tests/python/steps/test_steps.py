@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.fault_hooks import at_fault_points, before, failing
 from tests.local_steps import ATTEMPT, failure, listed, names, saved, state, unfinished, value_of
 from tests.support import assert_equal, cause_of, save_step, stock_load
-from torch_ckpt import _core
+from torch_ckpt import WriteOptions, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.marker import read_marker
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
-from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
+from torch_ckpt.options import DEFAULT_OPTIONS
 from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.steps import LARGEST_STEP, MARKER_NAME, LocalSteps, StepInfo
 

@@ -15,8 +15,8 @@ import torch_ckpt
 from tests.fault_hooks import before, calling
 from tests.gates import Gate
 from tests.support import assert_equal
-from torch_ckpt.errors import CheckpointError
-from torch_ckpt.training.async_checkpoint import AsyncCheckpoint, AsyncCheckpointOptions
+from torch_ckpt import AsyncCheckpoint, CheckpointError
+from torch_ckpt.training.async_checkpoint import AsyncCheckpointOptions
 
 pytestmark = pytest.mark.filterwarnings("error")
 

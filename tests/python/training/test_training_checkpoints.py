@@ -14,9 +14,8 @@ from fsspec.core import url_to_fs
 import torch_ckpt
 from tests.remote_stores import hooked_url
 from tests.support import assert_equal, cause_of, data_files, random_tensor
-from torch_ckpt import CheckpointManager
+from torch_ckpt import CheckpointError, CheckpointManager, LoadMismatch
 from torch_ckpt.checkpoint.source import Source
-from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.steps import open_steps
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
