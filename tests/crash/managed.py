@@ -264,8 +264,8 @@ class Promises:
         return wrong
 
     def _may_be_newest(self, step: int) -> bool:
-        """True if a step may be the newest one of the newest run. A run that went back to an
-        earlier step may be killed before it has deleted the later steps."""
+        """True if a step may be the newest one of the newest run. A run that rewound the training
+        may be killed before it has deleted the later steps."""
         newest = max(((min(self._runs[one]), one) for one in self._certain), default=(0, 0))
         return (max(self._runs.get(step, {0})), step) >= newest
 

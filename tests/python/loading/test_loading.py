@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 import torch_ckpt
 from tests.loads import LOADERS, MIB, load, mismatch, refusal, save
+from tests.metadata import read_metadata
 from tests.support import StateDict, assert_equal, emptied, stock_save
 from torch_ckpt import CheckpointError, Corrupt, LoadMismatch
 
@@ -134,6 +135,18 @@ def test_an_empty_state_reports_all_names_of_a_checkpoint_as_unexpected(
     assert len(report.unexpected) == 6
     cause = refusal(lambda: load({}, tmp_path, free_before_read=free))
     assert isinstance(cause, FileNotFoundError)
+
+
+def test_a_missing_file_of_an_object_is_named_with_the_object(tmp_path: Path) -> None:
+    options = torch_ckpt.WriteOptions(single_file_per_rank=False)
+    torch_ckpt.save({"weight": torch.ones(2), "step": 3}, tmp_path, options=options)
+    storage_data = read_metadata(tmp_path).storage_data
+    [file] = {info.relative_path for index, info in storage_data.items() if index.fqn == "step"}
+    (tmp_path / file).unlink()
+    cause = refusal(lambda: torch_ckpt.load({"weight": torch.zeros(2), "step": 0}, tmp_path))
+    assert isinstance(cause, FileNotFoundError)
+    assert cause.filename == str(tmp_path / file)
+    assert "step" in str(cause)
 
 
 def test_a_message_about_many_names_counts_the_others(stored: Path) -> None:
