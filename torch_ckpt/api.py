@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from torch_ckpt._base.checks import names_of, require_choice
+from torch_ckpt._base.checks import require_choice
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.huggingface.model_target import ModelTarget, Safetensors, refuse_model_options
@@ -327,10 +327,6 @@ def open(checkpoint_id: CheckpointId, options: ReadOptions = DEFAULT_READ_OPTION
     """
     require_path("open", checkpoint_id)
     return Checkpoint(checkpoint_id, options=options).open()
-
-
-#: Options of :func:`load`, without those that choose the checkpoint and the ranks.
-LOAD_OPTIONS = names_of(load) - {"state_dict", "checkpoint_id", "process_group", "no_dist"}
 
 
 def preflight(

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from torch_ckpt._base.checks import require_at_least
 from torch_ckpt.huggingface.model_target import Safetensors, StrPath
 from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
-from torch_ckpt.publication.publish import DEFAULT_FORMAT, version_options
+from torch_ckpt.publication.publish import DEFAULT_FORMAT, refuse_options, version_options
 from torch_ckpt.publication.version_target import VersionTarget
 from torch_ckpt.steps.retention import Retention
 
 
+def _refuses_former_options(cls: type[Export]) -> type[Export]:
+    """Makes the constructor of a dataclass name the object that has the option of a former
+    keyword."""
+    construct: Callable[..., None] = cls.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Export, *args: Any, **options: object) -> None:
+        unknown = {name: options[name] for name in options if name not in cls.__annotations__}
+        if unknown:
+            refuse_options(cls, unknown)
+        construct(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@_refuses_former_options
 @dataclass(frozen=True)
 class Export:
     """Publishes the model of a :class:`torch_ckpt.CheckpointManager` while training continues.
@@ -32,7 +51,7 @@ class Export:
         options: the options of the save.
 
     Raises:
-        ValueError, TypeError: an option has an invalid value.
+        ValueError, TypeError: an option has an invalid value or is unknown.
 
     Example::
 

@@ -120,10 +120,10 @@ class SaveRun:
         self._on_committed: Callable[[bytes, list[Written]], object] | None = None
         self._state = snapshot
         self._opened: Opened | None = None
-        self._watch = None if snapshot is None else snapshot.watch
-        self._write = _C.Save(self._watch)
+        watch = None if snapshot is None else snapshot.watch
+        self._write = _C.Save(watch)
         # The sources on CUDA devices are complete after these events.
-        self._ready: Events = () if self._watch is None else record_events(self._watch.devices)
+        self._ready: Events = () if watch is None else record_events(watch.devices)
 
     def run(
         self,
@@ -249,7 +249,7 @@ class SaveRun:
                 checksums = state.checksums(own.copies)
             files = target.files(state, own.items, reply.layout)
         metrics.planning_s = time.perf_counter() - self._begun
-        is_snapshot = self._watch is not None
+        is_snapshot = state.watch is not None
         written = write_files(
             self._write,
             *files,
@@ -319,7 +319,7 @@ class SaveRun:
         if self._state is not None:
             self._state.release()
         self._ready = ()
-        self._watch = self._on_staged = self._on_committed = None
+        self._on_staged = self._on_committed = None
         metrics = self.metrics
         metrics.total_s = time.perf_counter() - self._begun
         if metrics.written_s:

@@ -148,6 +148,7 @@ class DirectoryTarget(Target):
     Args:
         own_rank: the rank, if it saves independently of other ranks and has its own metadata; None
             if the ranks save together.
+        ends_earlier: see :class:`DirectoryLease`; for the lease that :meth:`open` takes.
 
     Attributes:
         directory_path: path of the directory that is written; the directory may get another name at
@@ -159,13 +160,18 @@ class DirectoryTarget(Target):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], options: WriteOptions, own_rank: int | None = None
+        self,
+        path: str | os.PathLike[str],
+        options: WriteOptions,
+        own_rank: int | None = None,
+        ends_earlier: bool = True,
     ) -> None:
         refuse_url(path)
         super().__init__(absolute(path), options)
         self.directory_path = self.path
         self.lease: DirectoryLease | None = None
         self._own_rank = own_rank
+        self._ends_earlier = ends_earlier
         self._rank = 0
         self._directory: OpenDirectory | None = None
 
@@ -177,11 +183,8 @@ class DirectoryTarget(Target):
             self._directory = OpenDirectory(self.directory_path)
         return self._directory
 
-    def open(self, rank: int, ranks: int, ends_earlier: bool = True) -> Opened:
+    def open(self, rank: int, ranks: int) -> Opened:
         """Opens the directory, which is created if it does not exist. Rank 0 takes a lease on it.
-
-        Args:
-            ends_earlier: see :class:`DirectoryLease`.
 
         Raises:
             FileExistsError, RuntimeError: the directory has a checkpoint that this save must not
@@ -198,7 +201,7 @@ class DirectoryTarget(Target):
                 "or to FileSystemWriter, to replace it"
             )
         if rank == 0:
-            self.take_lease(ends_earlier)
+            self.take_lease(self._ends_earlier)
         return Opened(DirectoryIdentity.of(self.directory))
 
     def take_lease(self, ends_earlier: bool = True) -> None:

@@ -142,7 +142,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
             return super().prepare_local_plan(plan)
         # Replaces torch's own check, which would warn that a checkpoint is overwritten. That needs
         # no warning here, because the old checkpoint can be loaded until the new one is committed.
-        self.target.open(0 if self._commits else 1, 1, self.ends_earlier_leases)
+        self.target.open(0 if self._commits else 1, 1)
         if self.rank is not None and not self.use_collectives:
             plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
         return plan
@@ -224,7 +224,9 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         """The target of the save that has begun; else a new one."""
         if self._target is None:
             own_rank = None if self.use_collectives else self.rank
-            self._target = DirectoryTarget(self.path, self.write_options(), own_rank)
+            self._target = DirectoryTarget(
+                self.path, self.write_options(), own_rank, self.ends_earlier_leases
+            )
         return self._target
 
     @property

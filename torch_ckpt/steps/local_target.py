@@ -61,7 +61,7 @@ class StepTarget(DirectoryTarget):
         self._make_room = make_room
         self._removes_directory = False
 
-    def open(self, rank: int, ranks: int, ends_earlier: bool = True) -> Opened:
+    def open(self, rank: int, ranks: int) -> Opened:
         try:
             if rank == 0:
                 self._refuse_existing()

@@ -77,6 +77,7 @@ class RemoteStepTarget(DirectoryTarget):
         # Staged files need not survive a power failure.
         Target.__init__(self, files.url, dataclasses.replace(options, sync_files=False))
         self._directory = self._own_rank = self.lease = None
+        self._ends_earlier = True
         self._files = files
         self._step = step
         self._staging_dir = staging_dir
@@ -84,7 +85,7 @@ class RemoteStepTarget(DirectoryTarget):
         self._marker = marker
         self._upload: _Upload | None = None
 
-    def open(self, rank: int, ranks: int, ends_earlier: bool = True) -> Opened:
+    def open(self, rank: int, ranks: int) -> Opened:
         self.discard()
         if rank == 0:
             self._refuse_existing(self._files.list())

@@ -214,7 +214,9 @@ def test_an_export_without_a_directory_is_refused(tmp_path: Path) -> None:
         ({"keep": 0}, ValueError, "keep_last must be positive"),
         ({"base": 1.5}, TypeError, "base must be the number of a version"),
         ({"format": "bf16"}, TypeError, r"format must be a torch_ckpt\.Safetensors"),
-        ({"dtype": "bf16"}, TypeError, "Export.* unexpected keyword argument 'dtype'"),
+        ({"overwrite": True}, TypeError, "a version never changes"),
+        ({"dtype": "bf16"}, TypeError, r"format=torch_ckpt\.Safetensors\(dtype=\.\.\.\)"),
+        ({"dtyp": "bf16"}, TypeError, "Export.* unexpected keyword argument 'dtyp'"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -18,7 +18,6 @@ import torch_ckpt
 from tests.words import files, passages
 from torch_ckpt import CheckpointManager, training
 from torch_ckpt._base.checks import names_of
-from torch_ckpt.api import LOAD_OPTIONS
 from torch_ckpt.integrations import lightning
 from torch_ckpt.manager import Preemption, SaveOptions
 from torch_ckpt.megatron import AsyncCallsQueue, FileSystemWriterAsync
@@ -28,6 +27,8 @@ WRITER = names_of(torch_ckpt.FileSystemWriter) | names_of(dcp.FileSystemWriter)
 READER = names_of(torch_ckpt.FileSystemReader) | names_of(dcp.FileSystemReader)
 WRITE = names_of(torch_ckpt.WriteOptions)
 READ = names_of(torch_ckpt.ReadOptions)
+# Without those that choose the checkpoint and the ranks.
+LOAD = names_of(torch_ckpt.load) - {"state_dict", "checkpoint_id", "process_group", "no_dist"}
 POLICIES = names_of(torch_ckpt.Retention) | names_of(Preemption) | names_of(SaveOptions)
 SAFETENSORS = names_of(torch_ckpt.Safetensors)
 
@@ -38,7 +39,7 @@ ACCEPTED = {
     "save of safetensors": names_of(torch_ckpt.save) | WRITE | SAFETENSORS,
     "FileSystemWriter": WRITER,
     "FileSystemReader": READER,
-    "load": LOAD_OPTIONS | READ,
+    "load": LOAD | READ,
     "preflight": names_of(torch_ckpt.preflight) | READ,
     "convert": names_of(torch_ckpt.convert),
     "Export": names_of(torch_ckpt.Export),
@@ -46,7 +47,7 @@ ACCEPTED = {
     "CheckpointManager.save": names_of(CheckpointManager.save),
     "CheckpointManager.restore": names_of(CheckpointManager.restore),
     "training.save_checkpoint": names_of(training.save_checkpoint) | WRITE,
-    "training.load_checkpoint_if_it_exists": LOAD_OPTIONS | READ,
+    "training.load_checkpoint_if_it_exists": LOAD | READ,
     "TorchCkptIO": names_of(lightning.TorchCkptIO) | WRITE,
     "AsyncCallsQueue": names_of(AsyncCallsQueue) | names_of(AsyncCallsQueue.close),
     "maybe_finalize_async_calls": names_of(AsyncCallsQueue.maybe_finalize_async_calls),
