@@ -4,7 +4,7 @@
 
 The state has 20 DTensors, a tensor and a number. Each operation runs once before it is counted, so
 imports and caches are not part of it. The count is the number of distinct functions on all threads,
-without comprehensions, lambdas and module bodies.
+without comprehensions, lambdas, module bodies and heartbeats.
 """
 
 from __future__ import annotations
@@ -27,11 +27,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ckpt
+from torch_ckpt.ranks import exchange
 
 from . import fresh_process
 
 _PACKAGE = f"{Path(torch_ckpt.__file__).parent}{os.sep}"
 _RANKS = 2
+# Heartbeats enter functions of their own. With these numbers, no operation lasts until the first
+# heartbeat, however slow the machine is.
+_HEARTBEAT_SECONDS = 3600.0
+_TIMEOUT_SECONDS = 10 * _HEARTBEAT_SECONDS
 
 
 class Recorder:
@@ -78,22 +83,33 @@ def state_with(names: list[str]) -> dict[str, Any]:
 def count_on_rank(root: Path) -> dict[str, list[str]]:
     """Counts each operation in this process, a rank of two."""
     recorder = Recorder()
+    exchange._HEARTBEAT_SECONDS = _HEARTBEAT_SECONDS
     dist.init_process_group("gloo")
     names = [f"layer{number}.weight" for number in range(20)]
     state, renamed = state_with(names), state_with([*names[1:], "renamed.weight"])
 
-    def in_background(path: Path) -> None:
-        torch_ckpt.async_save(state, path).committed.result()
+    def save(values: dict[str, Any], path: Path) -> None:
+        torch_ckpt.save(values, path, timeout=_TIMEOUT_SECONDS)
 
-    torch_ckpt.save(renamed, root / "a")
-    torch_ckpt.save(state, root / "b")
-    in_background(root / "c")
-    torch_ckpt.load(state, root / "c")
+    def save_in_background(path: Path) -> None:
+        torch_ckpt.async_save(state, path, timeout=_TIMEOUT_SECONDS).committed.result()
+        # After the commit, the save's thread still closes the exchange.
+        for thread in threading.enumerate():
+            if thread.name == "torch_ckpt save":
+                thread.join()
+
+    def load(path: Path) -> None:
+        torch_ckpt.load(state, path, timeout=_TIMEOUT_SECONDS)
+
+    save(renamed, root / "a")
+    save(state, root / "b")
+    save_in_background(root / "c")
+    load(root / "c")
     found = {
-        "save, unchanged plan": recorder.functions(lambda: torch_ckpt.save(state, root / "d")),
-        "save, new name": recorder.functions(lambda: torch_ckpt.save(renamed, root / "e")),
-        "async_save": recorder.functions(lambda: in_background(root / "f")),
-        "load": recorder.functions(lambda: torch_ckpt.load(state, root / "f")),
+        "save, unchanged plan": recorder.functions(lambda: save(state, root / "d")),
+        "save, new name": recorder.functions(lambda: save(renamed, root / "e")),
+        "async_save": recorder.functions(lambda: save_in_background(root / "f")),
+        "load": recorder.functions(lambda: load(root / "f")),
     }
     dist.destroy_process_group()
     return found
