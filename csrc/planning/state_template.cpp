@@ -131,8 +131,8 @@ std::uint64_t RankState::bytes(std::size_t item) const {
 void RankState::set_box(std::size_t item, std::span<const std::int64_t> offsets,
                         std::span<const std::int64_t> sizes, std::uint64_t layout) {
   const auto found = std::ranges::find(layouts_, layout);
-  const Box box{extents_.intern(offsets), extents_.intern(sizes),
-                static_cast<std::uint32_t>(found - layouts_.begin())};
+  const BoxIds box{extents_.intern(offsets), extents_.intern(sizes),
+                   static_cast<std::uint32_t>(found - layouts_.begin())};
   if (found == layouts_.end()) layouts_.push_back(layout);
   const auto [known, is_new] = box_numbers_.try_emplace(
       std::tuple(box.offsets, box.sizes, box.layout), static_cast<std::uint32_t>(boxes_.size()));
@@ -146,7 +146,7 @@ std::string RankState::encode() const {
   put(bytes, layouts_.size());
   for (const std::uint64_t layout : layouts_) put(bytes, layout);
   put(bytes, boxes_.size());
-  for (const Box& box : boxes_) {
+  for (const BoxIds& box : boxes_) {
     put(bytes, box.offsets);
     put(bytes, box.sizes);
     put(bytes, box.layout);

@@ -82,7 +82,7 @@ class StateTemplate {
 class RankState {
  public:
   /// A part of a tensor, as ids in this rank's extents_.
-  struct Box {
+  struct BoxIds {
     std::uint32_t offsets = 0;
     std::uint32_t sizes = 0;
     std::uint32_t layout = 0;  // in layouts_
@@ -140,7 +140,7 @@ class RankState {
   std::shared_ptr<const StateTemplate> template_;
   index::ExtentsTable extents_;
   std::vector<std::uint64_t> layouts_;
-  std::vector<Box> boxes_;
+  std::vector<BoxIds> boxes_;
   // Used by set_box().
   std::map<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>, std::uint32_t> box_numbers_;
   std::vector<std::uint32_t> rows_of_items_;

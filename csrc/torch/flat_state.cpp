@@ -257,7 +257,7 @@ bool FlatState::fill_dtensor(Row& row, std::string_view name) {
   row.box = box_of(value, row.size);
   if (row.box == 0) return false;
   row.local = used(local.get());
-  const Box& box = boxes_[row.box];
+  const LocalBox& box = boxes_[row.box];
   if (box.is_present && !std::ranges::equal(row.local.sizes(), extents_.at(box.sizes))) {
     // If a part has no elements, torch's local tensor may be empty in other dimensions as well.
     const auto sizes = extents_.at(box.sizes);
@@ -314,7 +314,7 @@ std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
       checked(PyObject_CallFunctionObjArgs(chunks_here_.get(), value, nullptr));
   std::uint32_t box_number = 0;
   if (PyList_Check(chunks.get()) && PyList_GET_SIZE(chunks.get()) <= 1) {
-    Box box;
+    LocalBox box;
     box.layout = layout;
     box.is_present = PyList_GET_SIZE(chunks.get()) == 1;
     bool is_box = true;
@@ -456,7 +456,7 @@ planning::RankState FlatState::to_rank_state(std::span<const std::uint64_t> layo
   std::size_t item = 0;
   for (const Row& row : rows_) {
     if (row.kind == Kind::dtensor) {
-      const Box& local_box = box(row);
+      const LocalBox& local_box = box(row);
       if (local_box.is_present) {
         made.set_box(item, extents_.at(local_box.offsets), extents_.at(local_box.sizes),
                      layouts[local_box.layout]);

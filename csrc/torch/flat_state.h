@@ -45,7 +45,7 @@ class FlatState {
   };
 
   /// The part of a tensor that this rank has.
-  struct Box {
+  struct LocalBox {
     bool is_present = true;  // false if the rank is not in the mesh
     std::uint32_t offsets = 0;
     std::uint32_t sizes = 0;   // both in extents()
@@ -100,7 +100,7 @@ class FlatState {
   std::size_t size() const { return rows_.size(); }
   const Row& row(std::size_t number) const { return rows_[number]; }
   std::string_view name(std::size_t number) const { return names_.at(number); }
-  const Box& box(const Row& row) const { return boxes_[row.box]; }
+  const LocalBox& box(const Row& row) const { return boxes_[row.box]; }
   const index::ExtentsTable& extents() const { return extents_; }
   const std::vector<Layout>& layouts() const { return layouts_; }
   /// The top-level keys.
@@ -202,7 +202,7 @@ class FlatState {
   std::vector<Row> rows_;
   std::vector<std::uint32_t> rows_of_items_;  // empty if each row has one item
   std::vector<Node> nodes_;
-  std::vector<Box> boxes_;
+  std::vector<LocalBox> boxes_;
   index::NameTable keys_;
   std::uint32_t key_ = 0;  // top-level key of the rows that are being added
   std::string prefix_;

@@ -293,7 +293,7 @@ std::vector<LoadState::Part> LoadState::parts_of(const Row& row) const {
   };
   std::vector<Part> parts;
   if (row.kind == Kind::dtensor) {
-    const Box& part = box(row);
+    const LocalBox& part = box(row);
     if (part.is_present) parts.push_back({box_of(part.offsets, part.sizes), row.local});
   } else if (row.kind == Kind::plain) {
     const auto sizes = extents().at(row.size);
