@@ -166,12 +166,12 @@ void bind_safetensors(py::module_& module) {
 }
 
 using planning::Coverage;
-using Sizes = std::vector<std::int64_t>;
+using Numbers = std::vector<std::int64_t>;
 
 /// Describes the part of a box at `offsets` that smaller boxes in it do not cover.
-std::optional<std::string> describe_gap(const Sizes& size,
-                                        const std::vector<std::pair<Sizes, Sizes>>& given,
-                                        const Sizes& offsets) {
+std::optional<std::string> describe_gap(const Numbers& size,
+                                        const std::vector<std::pair<Numbers, Numbers>>& given,
+                                        const Numbers& offsets) {
   std::vector<planning::Box> boxes;
   for (const auto& [begin, sizes] : given) boxes.push_back({begin, sizes});
   Interrupts interrupts;

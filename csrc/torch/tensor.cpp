@@ -52,7 +52,7 @@ OwnedTensor tensor_of(PyObject* object) {
 
 /// Returns another tensor on the same storage, without autograd. Math bits are kept. `offset` is in
 /// elements, relative to the given tensor.
-OwnedTensor view_of(TensorHandle tensor, Tensor::Extents sizes, Tensor::Extents strides,
+OwnedTensor view_of(TensorHandle tensor, Tensor::ExtentsView sizes, Tensor::ExtentsView strides,
                     std::int64_t offset) {
   TensorHandle found = nullptr;
   libtorch::check(libtorch::reinterpret(tensor, static_cast<std::int64_t>(sizes.size()),
@@ -163,8 +163,8 @@ Tensor Tensor::adopt_view(OwnedTensor view, std::uint8_t math_bits) const {
   return Tensor(held);
 }
 
-Tensor Tensor::on_memory(const std::byte* memory, Extents sizes, Extents strides, ScalarType dtype,
-                         std::shared_ptr<const void> owner) {
+Tensor Tensor::on_memory(const std::byte* memory, ExtentsView sizes, ExtentsView strides,
+                         ScalarType dtype, std::shared_ptr<const void> owner) {
   using Owner = std::shared_ptr<const void>;
   const auto release = [](void*, void* context) { delete static_cast<Owner*>(context); };
   auto context = std::make_unique<Owner>(std::move(owner));
@@ -177,7 +177,7 @@ Tensor Tensor::on_memory(const std::byte* memory, Extents sizes, Extents strides
   return adopt(OwnedTensor(handle));
 }
 
-Tensor Tensor::empty_beside(const Tensor& other, Extents sizes) {
+Tensor Tensor::empty_beside(const Tensor& other, ExtentsView sizes) {
   const auto strides = planning::row_major_strides(sizes);
   TensorHandle handle = nullptr;
   libtorch::check(libtorch::empty_strided(
@@ -187,7 +187,7 @@ Tensor Tensor::empty_beside(const Tensor& other, Extents sizes) {
 }
 
 std::int64_t Tensor::numel() const {
-  const Extents all = sizes();
+  const ExtentsView all = sizes();
   return std::accumulate(all.begin(), all.end(), std::int64_t{1}, std::multiplies());
 }
 

@@ -20,7 +20,7 @@ namespace torch_ckpt::tensors {
 /// unless they say so.
 class Tensor {
  public:
-  using Extents = std::span<const std::int64_t>;
+  using ExtentsView = std::span<const std::int64_t>;
 
   /// Prepares this class. Call it once, with the GIL, after libtorch::load().
   static void load();
@@ -39,22 +39,22 @@ class Tensor {
   /// Returns the sizes of a Python object's tensor, without the cost of a Tensor. Needs the GIL.
   static std::vector<std::int64_t> sizes_of(PyObject* object);
   /// A tensor of elements in the caller's memory. `owner` keeps the memory alive.
-  static Tensor on_memory(const std::byte* memory, Extents sizes, Extents strides, ScalarType dtype,
-                          std::shared_ptr<const void> owner);
+  static Tensor on_memory(const std::byte* memory, ExtentsView sizes, ExtentsView strides,
+                          ScalarType dtype, std::shared_ptr<const void> owner);
   /// An uninitialized tensor in row-major order, on the same device as `other`.
-  static Tensor empty_beside(const Tensor& other, Extents sizes);
+  static Tensor empty_beside(const Tensor& other, ExtentsView sizes);
 
   /// Prepares is_conj() and is_neg() of many tensors, for which asking each one takes much longer.
   static void find_math_bits(std::span<const Tensor> tensors);
 
   bool defined() const { return held_ != nullptr; }
   /// Throws for a nested tensor of the strided layout.
-  Extents sizes() const {
+  ExtentsView sizes() const {
     libtorch::check(held_->sizes_status);
     return held_->sizes;
   }
   /// Returns nothing for layouts without strides.
-  Extents strides() const { return held_->strides; }
+  ExtentsView strides() const { return held_->strides; }
   std::size_t dims() const { return sizes().size(); }
   std::int64_t numel() const;
   std::uint64_t nbytes() const { return static_cast<std::uint64_t>(numel()) * item_bytes(); }
@@ -124,8 +124,8 @@ class Tensor {
     bool is_strided = false;
     mutable std::atomic<std::uint8_t> math_bits = 0;
     int sizes_status = 0;
-    Extents sizes;
-    Extents strides;
+    ExtentsView sizes;
+    ExtentsView strides;
   };
   explicit Tensor(std::shared_ptr<const Held> held) : held_(std::move(held)) {}
   static Tensor adopt(libtorch::OwnedTensor tensor);

@@ -19,7 +19,7 @@ namespace {
 }
 
 // Checks values from the metadata, which may be damaged or malicious.
-Extents checked_extents(Tensor::Extents values) {
+Extents checked_extents(Tensor::ExtentsView values) {
   if (std::any_of(values.begin(), values.end(), [](std::int64_t value) { return value < 0; })) {
     refuse("a size or offset in the metadata is negative");
   }
@@ -51,8 +51,8 @@ std::uint64_t TensorRead::region_bytes(std::uint64_t item_bytes) const {
   return checked_product(region_lengths) * item_bytes;
 }
 
-TensorRead make_read(planning::StoredRecord record, ScalarType dtype, Tensor::Extents sizes,
-                     Tensor::Extents region_offsets, Tensor::Extents region_lengths,
+TensorRead make_read(planning::StoredRecord record, ScalarType dtype, Tensor::ExtentsView sizes,
+                     Tensor::ExtentsView region_offsets, Tensor::ExtentsView region_lengths,
                      Tensor tensor) {
   record.is_tensor = true;
   record.dtype = dtype.known();

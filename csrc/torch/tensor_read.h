@@ -24,8 +24,9 @@ struct TensorRead {
 /// Creates a read. record: name and location of the record. If the stored tensor has dimensions,
 /// empty `region_lengths` select all of it. Throws Failure if sizes are invalid, if the region does
 /// not lie within the stored tensor, or if `tensor` does not have the size of the region.
-TensorRead make_read(planning::StoredRecord record, ScalarType dtype, Tensor::Extents sizes,
-                     Tensor::Extents region_offsets, Tensor::Extents region_lengths, Tensor tensor);
+TensorRead make_read(planning::StoredRecord record, ScalarType dtype, Tensor::ExtentsView sizes,
+                     Tensor::ExtentsView region_offsets, Tensor::ExtentsView region_lengths,
+                     Tensor tensor);
 
 /// Returns an uninitialised tensor of `bytes` bytes, whose memory is unmapped when it is freed.
 /// Memory freed by malloc might stay in the heap, so that the process exceeds the memory limit.

@@ -37,7 +37,7 @@ using tensors::MatchReport;
 using tensors::SizeRule;
 using tensors::TensorRead;
 using tensors::TensorReads;
-using Extents = std::vector<std::int64_t>;
+using Numbers = std::vector<std::int64_t>;
 
 /// One of the reads, for Python.
 struct NumberedRead {
@@ -55,7 +55,7 @@ NumberedRead read_of(const TensorReads& reads, std::size_t number) {
 
 void add_read(TensorReads& reads, const py::str& name, const py::str& file,
               const py::object& offset, const py::object& length, tensors::ScalarType dtype,
-              const Extents& sizes, const Extents& offsets, const Extents& lengths,
+              const Numbers& sizes, const Numbers& offsets, const Numbers& lengths,
               const tensors::Tensor& tensor, bool is_transformed) {
   const std::string text = bytes_of(name);
   TensorRead read =
@@ -113,7 +113,7 @@ std::unique_ptr<engine::FetchPlan> fetch_plan(const TensorReads& reads, const py
     auto& region = regions.emplace_back();
     if (read.record.dtype == nullptr) continue;
     const std::size_t item_bytes = read.dtype.item_bytes();
-    const Extents strides = planning::row_major_strides(read.tensor.sizes());
+    const Numbers strides = planning::row_major_strides(read.tensor.sizes());
     region = planning::Region::of_box(read.record.sizes, {}, read.region_offsets,
                                       read.region_lengths, strides, item_bytes, item_bytes);
   }
@@ -129,7 +129,7 @@ Result<> check_signals() {
 
 py::list names_of(const std::vector<std::string_view>& names) { return list_of(names, text_of); }
 
-py::object size_of(const Extents& sizes) {
+py::object size_of(const Numbers& sizes) {
   return py::module_::import("torch").attr("Size")(tuple_of(sizes));
 }
 
@@ -158,8 +158,8 @@ ObjectRead object_read(const LoadState& state, std::size_t row) {
 }
 
 /// Plans the reads of a box of a stored tensor.
-void plan_box(const CheckpointIndex& index, const py::str& name, const Extents& offsets,
-              const Extents& sizes, const tensors::Tensor& target, TensorReads& reads) {
+void plan_box(const CheckpointIndex& index, const py::str& name, const Numbers& offsets,
+              const Numbers& sizes, const tensors::Tensor& target, TensorReads& reads) {
   const std::string text = bytes_of(name);
   const auto entry = index.find(text);
   if (!entry || !index.entries()[*entry].is_tensor) throw py::key_error(text);
