@@ -28,7 +28,7 @@ struct SharedFile {
 };
 
 // A file written by a save: a data file, or a file of which several ranks write parts. Call open(),
-// write() any number of times, then finish(). After an error, call abandon(), and remove() if the
+// write() any number of times, then finish(). After an error, call close(), and remove() if the
 // save has failed. write() may be called concurrently, but only once for bytes for which
 // is_collective() is true; the other methods must be called by one thread at a time.
 class OutputFile {
@@ -57,8 +57,8 @@ class OutputFile {
                               std::uint64_t written);
   /// Fsyncs the file if `sync` is true, and closes it.
   Result<> finish(bool sync, Timing& timing);
-  /// Closes the file without finishing it.
-  void abandon() {
+  /// Closes the file, unless finish() has closed it.
+  void close() {
     file_.reset();
     edges_.reset();
   }

@@ -138,7 +138,7 @@ void SaveSession::finish(FileSave& file, FileWriter& writer) noexcept {
       return file.output.finish(options_.sync, timing_);
     });
   }
-  file.output.abandon();
+  file.output.close();
   end_file(file, std::move(status));
   open_next(writer);
 }
