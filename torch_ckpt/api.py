@@ -35,7 +35,7 @@ from torch_ckpt.options import (
     refuse_options,
 )
 from torch_ckpt.ranks.exchange import Exchange
-from torch_ckpt.ranks.failures import raised_as_ours
+from torch_ckpt.ranks.failures import reraise_torch_failures
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.saving import handle
 from torch_ckpt.saving.handle import AsyncSave
@@ -130,7 +130,7 @@ def save(
             stack.enter_context(handle.saves.exclusive(ranks))
         # dcp.save does not notify a writer of a failed save.
         stack.callback(writer.abandon)
-        with raised_as_ours(ranks.rank):
+        with reraise_torch_failures(ranks.rank):
             dcp_save(
                 States(state_dict, calls=True).values,
                 storage_writer=writer,

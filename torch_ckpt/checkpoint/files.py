@@ -9,7 +9,7 @@ from torch_ckpt.errors import Unsafe
 MOST_PATH_BYTES = 4096
 
 
-def lies_beneath(file: object) -> bool:
+def is_inside_checkpoint(file: object) -> bool:
     """Returns True if the name stays beneath the checkpoint directory."""
     try:
         return (
@@ -21,7 +21,7 @@ def lies_beneath(file: object) -> bool:
         return False
 
 
-def outside(name: str, file: object) -> Unsafe:
+def outside_error(name: str, file: object) -> Unsafe:
     """Builds the error for data outside the checkpoint directory."""
     shown = repr(file)
     if len(shown) > 200:

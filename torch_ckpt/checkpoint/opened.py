@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -318,6 +319,25 @@ class Checkpoint:
     def _gaps(self) -> dict[str, str]:
         with self.source() as source:
             return _index_of(source).uncovered()
+
+
+def split_into_boxes(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
+    """Splits a tensor into boxes of at most ``max_elements`` elements, in row-major order."""
+    if 0 in shape:
+        return
+    if not shape:
+        yield (), ()
+        return
+    # The dimension to cut. Boxes have size 1 in all dimensions before it.
+    cut = 0
+    while math.prod(shape[cut + 1 :]) > max_elements:
+        cut += 1
+    step = max(1, max_elements // math.prod(shape[cut + 1 :]))
+    for lead in itertools.product(*(range(length) for length in shape[:cut])):
+        for begin in range(0, shape[cut], step):
+            count = min(step, shape[cut] - begin)
+            offsets = (*lead, begin, *(0 for _ in shape[cut + 1 :]))
+            yield offsets, (*(1 for _ in lead), count, *shape[cut + 1 :])
 
 
 def _index_of(source: Source) -> _core.CheckpointIndex:

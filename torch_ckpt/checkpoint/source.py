@@ -76,8 +76,8 @@ class Source:
         index: the index of the checkpoint; None if the caller of ``dcp.load`` passed the metadata.
         safetensors: the contents of safetensors files, if the checkpoint consists of these.
         tables: the checksum tables, or the index that has them.
-        identity: a digest that is equal on all ranks that read the same checkpoint; None without
-            ``read_once``.
+        metadata_digest: a digest of the metadata, which is equal on all ranks that read the same
+            checkpoint; None without ``read_once``.
         has_all_ranks: False if the metadata describes only the values of one rank.
 
     Raises:
@@ -110,7 +110,7 @@ class Source:
         self.index: _core.CheckpointIndex | None = None
         self.safetensors: _core.SafetensorsFiles | None = None
         self.tables: _core.CheckpointIndex | dict[str, bytes] = {}
-        self.identity: bytes | None = None
+        self.metadata_digest: bytes | None = None
         self.has_all_ranks = True
         self._transforms = transforms
         self._is_elsewhere = False
@@ -132,7 +132,8 @@ class Source:
             FileNotFoundError: there is no committed checkpoint.
             Corrupt, Unsafe, CheckpointError, OSError: the metadata cannot be read.
         """
-        self.index = self.safetensors = self.identity = self._metadata = self._descriptors = None
+        self.index = self.safetensors = self.metadata_digest = None
+        self._metadata = self._descriptors = None
         try:
             # Lock the directory before reading the metadata: from then on, no save can remove the
             # files that it names.
@@ -160,7 +161,7 @@ class Source:
                     self.index = decode_index(*self._encoded)
             self.tables = self.index
             if self.options.read_once:
-                self.identity = hashlib.blake2b(data, digest_size=16).digest()
+                self.metadata_digest = hashlib.blake2b(data, digest_size=16).digest()
         except BaseException:
             self.close()
             raise

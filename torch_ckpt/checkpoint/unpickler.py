@@ -132,7 +132,7 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
         self.persistent_load = archive.storage
         self._declared = _declared_safe()
         self._classes = {value for value in self._declared.values() if isinstance(value, type)}
-        self._made: dict[int, Any] = {}
+        self._built: dict[int, Any] = {}
         self._copies_left = _MOST_COPIES * archive.size + _LEAST_COPIES
         self._nested: dict[int, tuple[Any, int]] = {}
         self._inside: set[int] = set()
@@ -185,7 +185,7 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
 
     def load_build(self) -> None:
         target = self.stack[-2]
-        if id(target) not in self._made:
+        if id(target) not in self._built:
             raise Unsafe(f"sets the state of {shown(target)}, which is not allow-listed")
         if type(target) in self._classes:
             super().load_build()
@@ -241,7 +241,7 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
             return made
         # Keep the object alive, so that its id is not reused.
         if type(made) in self._classes or has_state(made):
-            self._made[id(made)] = made
+            self._built[id(made)] = made
         if type(made) is deque:
             self._nest(made, made)
         return made

@@ -17,7 +17,7 @@ from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.conversion.input import Entry, Input, Path, allocate_tensor
 from torch_ckpt.conversion.torch_source import TorchInput
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.inspection.boxes import QUANTIZED
+from torch_ckpt.inspection.elements import QUANTIZED
 from torch_ckpt.options import ReadOptions
 
 # Memory limit of a checkpoint reader, not counting the tensors.

@@ -20,7 +20,7 @@ from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.tensor_bytes import BITS
 from torch_ckpt.conversion.input import Entry, Input, allocate_tensor, first_line, read_exactly
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.inspection.boxes import QUANTIZED
+from torch_ckpt.inspection.elements import QUANTIZED
 
 # Size of the pieces in which records are read to compute their checksums.
 _PIECE_BYTES = 1 << 20

@@ -19,17 +19,11 @@ import torch
 
 from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
-from torch_ckpt.checkpoint.opened import Box, Checkpoint, Record
+from torch_ckpt.checkpoint.opened import Box, Checkpoint, Record, split_into_boxes
 from torch_ckpt.checkpoint.reading import in_waves
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.inspection.boxes import (
-    QUANTIZED,
-    as_float64,
-    as_int64,
-    split_into_boxes,
-    widen,
-)
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
+from torch_ckpt.inspection.elements import QUANTIZED, as_float64, as_int64, widen
 from torch_ckpt.inspection.listing import select_names
 from torch_ckpt.options import LEAST_INFLIGHT_BYTES, ReadOptions
 

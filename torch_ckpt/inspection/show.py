@@ -21,15 +21,9 @@ import torch
 
 from torch_ckpt._base.formatting import Report, plural, printable, sentence, size
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
-from torch_ckpt.checkpoint.opened import Checkpoint
+from torch_ckpt.checkpoint.opened import Checkpoint, split_into_boxes
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.inspection.boxes import (
-    QUANTIZED,
-    as_float64,
-    as_int64,
-    split_into_boxes,
-    widen,
-)
+from torch_ckpt.inspection.elements import QUANTIZED, as_float64, as_int64, widen
 from torch_ckpt.inspection.listing import is_damage, select_names
 from torch_ckpt.options import ReadOptions
 
@@ -327,7 +321,7 @@ def _summarize(
     stored: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
 ) -> tuple[Statistics | None, list[Any]]:
     """Reads a tensor, and returns its statistics and first values."""
-    tally = _Tally()
+    tally = _Accumulator()
     values: list[Any] = []
     for box in split_into_boxes(shape, _BOX_BYTES // dtype.itemsize):
         [part] = stored.read_boxes([(name, box)])
@@ -342,7 +336,7 @@ def _summarize(
     return tally.statistics(), values
 
 
-class _Tally:
+class _Accumulator:
     """Accumulates the statistics of a tensor."""
 
     def __init__(self) -> None:

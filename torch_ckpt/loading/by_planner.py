@@ -15,7 +15,7 @@ from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.options import named_options
 from torch_ckpt.ranks.exchange import Exchange
-from torch_ckpt.ranks.failures import raised_as_ours
+from torch_ckpt.ranks.failures import reraise_torch_failures
 from torch_ckpt.state.states import States
 
 
@@ -71,7 +71,7 @@ def load_by_dcp(
         _require_states(state_dict)
         source = source_of()
         reader = SourceReader(source, process_group)
-    with raised_as_ours(ranks.rank):
+    with reraise_torch_failures(ranks.rank):
         dcp_load(
             state_dict,
             storage_reader=reader,

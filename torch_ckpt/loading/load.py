@@ -80,7 +80,7 @@ class LoadArguments(TypedDict, total=False):
     restores_structure: bool
 
 
-class _RankPlan(NamedTuple):
+class _PlanMessage(NamedTuple):
     """A message of a rank about its plan.
 
     Attributes:
@@ -397,14 +397,14 @@ class LoadRun:
             warn(f"{path}: skipped because of strict=False: {some_of(skipped)}{hint}")
         return match, by_state
 
-    def _plan(self, strict: Strict, is_matched: bool) -> tuple[_RankPlan, Match | None]:
+    def _plan(self, strict: Strict, is_matched: bool) -> tuple[_PlanMessage, Match | None]:
         match = None
         if is_matched:
             self._suggest_rename()
         else:
             match = self.match()
         self._require_fit(strict)
-        plan = _RankPlan(
+        plan = _PlanMessage(
             [] if self._chosen is None else self._chosen.unmatched(),
             [] if self.report.fits else self.report.skipped,
             bool(self._by_state),
@@ -412,7 +412,7 @@ class LoadRun:
         )
         return plan, match
 
-    def _combine(self, plans: list[_RankPlan]) -> tuple[list[str], bool, bool]:
+    def _combine(self, plans: list[_PlanMessage]) -> tuple[list[str], bool, bool]:
         """Raises ValueError if a pattern matched nothing on any rank."""
         source = self._source
         stored = source.index.stored_bytes if source.index and source.has_all_ranks else None

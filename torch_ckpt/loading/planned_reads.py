@@ -24,7 +24,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.chunks import require_cover
-from torch_ckpt.checkpoint.files import lies_beneath, outside
+from torch_ckpt.checkpoint.files import is_inside_checkpoint, outside_error
 from torch_ckpt.checkpoint.objects import decode
 from torch_ckpt.checkpoint.reading import Reading
 from torch_ckpt.checkpoint.source import Source
@@ -61,8 +61,8 @@ class PlannedReading(Reading):
         for item in items:
             name = item.storage_index.fqn
             info = location_of(item, storage)
-            if info.relative_path not in known and not lies_beneath(info.relative_path):
-                raise outside(name, info.relative_path)
+            if info.relative_path not in known and not is_inside_checkpoint(info.relative_path):
+                raise outside_error(name, info.relative_path)
             known.add(info.relative_path)
             is_transformed = bool(info.transform_descriptors)
             if item.type == LoadItemType.BYTE_IO:

@@ -164,7 +164,7 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
             source.rank = self.rank
             if metadata is not self._metadata:
                 # The caller's own metadata may describe anything.
-                source.index = source.identity = None
+                source.index = source.metadata_digest = None
                 source.tables = checksum_tables(metadata)
         self._metadata = metadata
         self._is_alone = False

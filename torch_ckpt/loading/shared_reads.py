@@ -57,7 +57,7 @@ def read_once(
         reading = prepare()
         reading.tensors.split(BATCH_BYTES, source.verifies_parts())
         reads.extend(reading.tensors)
-        digests.extend(_digests(source.identity, reads))
+        digests.extend(_digests(source.metadata_digest, reads))
         return digests, source.options.max_inflight_bytes
 
     plans = _exchange(source, plan, group)

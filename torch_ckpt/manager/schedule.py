@@ -26,7 +26,7 @@ from typing import SupportsIndex, TypeVar
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.intervals import AutoInterval, MeasuredInterval
 from torch_ckpt.manager.policies import Interval, SaveOptions
-from torch_ckpt.ranks.failures import failed_on, silent_ranks
+from torch_ckpt.ranks.failures import failed_on, heartbeat_failures
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.ranks.store import peek
 
@@ -196,7 +196,7 @@ class StepDecisions:
         while (data := self._call_store(lambda: peek(store, key))) is None:
             waited = time.monotonic() - started
             if waited >= self._timeout:
-                raise failed_on(_EXCHANGE, silent_ranks(_EXCHANGE, [0], self._timeout))
+                raise failed_on(_EXCHANGE, heartbeat_failures(_EXCHANGE, [0], self._timeout))
             time.sleep(min(0.01, max(0.0002, waited / 10)))
         return data
 

@@ -194,6 +194,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 values = [resolve(planner, item, direct, whole=dequantize) for item in items]
             else:
                 values = [dequantize(planner.resolve_data(item)) for item in items]
+        opened = self.target.directory if self._is_local() else None
         task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
@@ -206,8 +207,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             background=self.options.background,
             transforms=self.transforms,
             open_file=self.open_file,
-            identity=DirectoryIdentity.of(self.target.directory) if self._is_local() else None,
-            opened=self.target.directory if self._is_local() else None,
+            directory_identity=None if opened is None else DirectoryIdentity.of(opened),
+            opened=opened,
             lease=weakref.ref(self.lease) if self.lease is not None else None,
         )
         self.write_buckets = [task] if items else []

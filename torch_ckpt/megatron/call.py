@@ -146,7 +146,8 @@ class Call:
             if now != progress:
                 progress, since = now, time.monotonic()
             elif time.monotonic() - since >= timeout:
-                what = "; ".join(write.state() for write in self.staged.writes) or "its function"
+                doing = [write.describe_progress() for write in self.staged.writes]
+                what = "; ".join(doing) or "its function"
                 error = TimeoutError(
                     f"rank {own_rank()}: call {self.request.call_idx} made no progress for "
                     f"{timeout:g} s ({what}): check the disk and what the process is waiting for, "

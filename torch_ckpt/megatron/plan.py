@@ -38,7 +38,7 @@ from torch_ckpt.megatron.plan_comparison import (
     with_file_prefix,
 )
 from torch_ckpt.ranks.exchange import Answers, Exchange
-from torch_ckpt.ranks.failures import raised_as_ours
+from torch_ckpt.ranks.failures import reraise_torch_failures
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup, is_distributed
 from torch_ckpt.saving.save_state import SaveState
 
@@ -410,7 +410,7 @@ class _Collectives:
             answer: Any = combine(values)
             return answer if isinstance(answer, Answers) else [answer] * len(values)
 
-        with raised_as_ours(self._wrapper.get_rank()):
+        with reraise_torch_failures(self._wrapper.get_rank()):
             answer = self._wrapper.reduce_scatter(step, send_only, combine_to_list)
         return answer, kept[0]
 

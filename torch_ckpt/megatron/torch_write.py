@@ -116,7 +116,7 @@ class TorchWrite:
         """Returns a number that grows as long as the write makes progress."""
         return self._moved
 
-    def state(self, where: str, prefix: str) -> str:
+    def describe_progress(self, where: str, prefix: str) -> str:
         """Returns a description of the progress, for use in messages."""
         return (
             f"files {prefix}* in {where}: writing in Python, "

@@ -135,7 +135,7 @@ class EngineWrite:
         _planned, staged, done, *_files = self._save.progress()
         return staged + done
 
-    def state(self, where: str, prefix: str) -> str:
+    def describe_progress(self, where: str, prefix: str) -> str:
         """Describes the progress, for a message."""
         return describe_progress(self._save, where, prefix)
 
@@ -157,8 +157,8 @@ class WriteTask:
         background: priorities of the engine's threads.
         transforms: stream transforms for torch's own Python code.
         open_file: function that opens files for torch's own Python code.
-        identity: identity of the directory that was opened when the save began; None for a remote
-            file system.
+        directory_identity: identity of the directory that was opened when the save began; None for
+            a remote file system.
         opened: the opened directory, in the process that planned the save; None once the task is
             staged.
         lease: weak reference to the lease that protects the files, which the writer owns.
@@ -175,7 +175,7 @@ class WriteTask:
     background: Background
     transforms: _StorageWriterTransforms
     open_file: Callable[..., Any]
-    identity: DirectoryIdentity | None
+    directory_identity: DirectoryIdentity | None
     opened: OpenDirectory | None
     lease: weakref.ref[DirectoryLease] | None
 
@@ -254,10 +254,10 @@ class WriteTask:
         """Returns a number that grows as long as the write makes progress."""
         return 0 if self._write is None else self._write.moved()
 
-    def state(self) -> str:
+    def describe_progress(self) -> str:
         """Describes the progress, for a message: files, phase, bytes."""
         assert self._write is not None
-        return self._write.state(self.directory, self.prefix)
+        return self._write.describe_progress(self.directory, self.prefix)
 
     # --- in the process that planned the save ----------------------------------------------------
 
@@ -324,10 +324,10 @@ class WriteTask:
             OSError: the directory does not exist.
             CheckpointError: the path now refers to a different directory.
         """
-        if self.opened is not None or self.identity is None:
+        if self.opened is not None or self.directory_identity is None:
             return self.opened
         opened = OpenDirectory(self.directory)
-        if DirectoryIdentity.of(opened).contradicts(self.identity):
+        if DirectoryIdentity.of(opened).contradicts(self.directory_identity):
             raise CheckpointError(
                 f"{self.directory}: the path no longer refers to the directory for which the save "
                 "was planned, because a directory was renamed or a link in the path was changed. "
@@ -405,8 +405,8 @@ class WriteTask:
             if isinstance(found, bytes):
                 outcome: Results | Exception = pickle.loads(found)
                 return outcome
-            assert self.identity is not None
-            return _group_by_file(self.items, Written(found, self.identity))
+            assert self.directory_identity is not None
+            return _group_by_file(self.items, Written(found, self.directory_identity))
         except CheckpointError as error:
             return CheckpointError(f"{files}: {error}")
         except Exception as error:

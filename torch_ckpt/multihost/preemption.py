@@ -477,10 +477,10 @@ def _close_all() -> None:
         watch.close()
 
 
-def _leave_child() -> None:
+def _forget_in_child() -> None:
     # Restore the handlers in the child, because data loaders stop their workers with signals.
     for watch in _watches:
         watch._restore_handlers()
 
 
-register(Part.NOTICES, at_exit=_close_all, in_child=_leave_child)
+register(Part.NOTICES, at_exit=_close_all, in_child=_forget_in_child)

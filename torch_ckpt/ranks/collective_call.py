@@ -101,7 +101,7 @@ class CollectiveCall(Exchange):
 
         try:
             answered: R | Disagreement
-            answered, kept = self.exchange("meeting", send_with_name, answer)
+            answered, kept = self.exchange("rendezvous", send_with_name, answer)
         except CheckpointException as error:
             raise explained(error, self.name, self.rank, self._timeout) from error
         if isinstance(answered, Disagreement):

@@ -57,8 +57,8 @@ from torch_ckpt.ranks.failures import (
     capture_exceptions,
     dead_ranks_failures,
     failed_on,
+    heartbeat_failures,
     raise_on,
-    silent_ranks,
 )
 from torch_ckpt.ranks.group import SINGLE_RANK, TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.ranks.store import peek
@@ -138,7 +138,7 @@ class Exchange:
         self._prefix = prefix
         self._timeout = timeout
         self._limit = _LONGER * timeout
-        self._pulse = min(timeout / 10, _HEARTBEAT_SECONDS)
+        self._heartbeat_seconds = min(timeout / 10, _HEARTBEAT_SECONDS)
         self._store: Any = group.connections[0] if group.connections else None
         self._lost: dict[int, Any] | None = None  # set once the store is lost
         self._steps = 0
@@ -255,13 +255,14 @@ class Exchange:
                 )
 
         self._ran_at, self._lapse = begun, 0.0
-        ended, thread = self._clock.repeat(self._pulse, beat)
+        ended, thread = self._clock.repeat(self._heartbeat_seconds, beat)
         try:
             yield
         finally:
             ended.set()
             if thread is not None and self._lost is None:
-                thread.join(self._pulse)  # limited, because a stopped store does not answer
+                # Limited, because a stopped store does not answer.
+                thread.join(self._heartbeat_seconds)
             self._ran_at = None
 
     def share(self, data: bytes) -> bytes | str:
@@ -391,11 +392,11 @@ class Exchange:
         failures: dict[int, Failure] = {}
         if self.size > 1:
             keys = {rank: f"{self._key}/from/{rank}" for rank in range(1, self.size)}
-            silent = self._wait(keys, self._timeout)
+            dead = self._wait(keys, self._timeout)
             # Without these heartbeats, the other ranks may have declared this rank dead.
             ran_at, now = self._ran_at, self._clock.monotonic()
             lapse = 0.0 if ran_at is None else max(now - ran_at, self._lapse)
-            is_in_time = not self._commits or lapse < self._limit - self._pulse
+            is_in_time = not self._commits or lapse < self._limit - self._heartbeat_seconds
             mine = _DECIDED if is_in_time else self._refuse_to_commit(lapse)
             verdict_key = f"{self._key}/verdict"
             verdict = self._request(self._store.compare_set, verdict_key, "", mine)
@@ -403,8 +404,8 @@ class Exchange:
             self._is_declared_dead = verdict != mine
             if verdict != _DECIDED:
                 failures = pickle.loads(verdict).by_rank
-            elif silent:
-                failures = silent_ranks(self._step, silent, self._timeout)
+            elif dead:
+                failures = heartbeat_failures(self._step, dead, self._timeout)
             taken = self._request(self._read, [*keys.values()], True)
             self._absent = [rank for rank in keys if taken[rank - 1] is None]
             values[1:] = [data and capture_exceptions(pickle.loads, data) for data in taken]
@@ -454,9 +455,9 @@ class Exchange:
     def _receive(self) -> Any:
         """Returns the answer of the coordinator, or of the rank that declared it dead."""
         key = f"{self._key}/to/all"
-        silent = self._wait({0: key}, self._limit)
-        if silent:
-            return self._request(self._declare_dead, silent)
+        dead = self._wait({0: key}, self._limit)
+        if dead:
+            return self._request(self._declare_dead, dead)
         if self._cancelled is not None:
             raise failed_on(self._step, {self.rank: self._cancelled})
         received = pickle.loads(self._request(self._read_one, key))
@@ -473,14 +474,14 @@ class Exchange:
             # The coordinator has read this rank's value, or never will.
             self._delete(self._posted)
 
-    def _declare_dead(self, silent: list[int]) -> RankFailures:
+    def _declare_dead(self, dead: list[int]) -> RankFailures:
         """Sets the verdict in place of a coordinator that sends no heartbeat, unless it is already
         set.
 
         Args:
-            silent: the ranks that send no heartbeat, including the coordinator.
+            dead: the ranks that send no heartbeat, including the coordinator.
         """
-        failures = silent_ranks(self._step, silent, self._limit)
+        failures = heartbeat_failures(self._step, dead, self._limit)
         mine = pickle.dumps(RankFailures(failures))
         verdict = self._store.compare_set(f"{self._key}/verdict", "", mine)
         if verdict == _DECIDED:
@@ -507,27 +508,27 @@ class Exchange:
         Polls, because the store's own wait blocks the connection for other threads, and prints two
         warnings if it times out.
         """
-        calm_since = looked = self._clock.monotonic()
-        heard = dict.fromkeys(keys, looked)
+        calm_since = checked_at = self._clock.monotonic()
+        heard_at = dict.fromkeys(keys, checked_at)
         beats = dict.fromkeys(keys, b"")
-        pulse = min(self._pulse, patience / 10)
+        interval = min(self._heartbeat_seconds, patience / 10)
         others = {rank: f"{self._key}/from/{rank}" for rank in range(1, self.size)}
         before_timeout: dict[int, bytes] | None = None  # heartbeats of the other ranks
         while not self._request(self._store.check, [keys[rank] for rank in beats]):
             if self._cancelled is not None:
                 return []
             now = self._clock.monotonic()
-            if now >= looked + pulse:
+            if now >= checked_at + interval:
                 # The time for which this rank did not run does not count.
-                lapse = max(0.0, now - looked - 2 * pulse)
-                looked, before = now, beats
+                lapse = max(0.0, now - checked_at - 2 * interval)
+                checked_at, before = now, beats
                 beats = self._request(self._heartbeats, {rank: keys[rank] for rank in before})
-                heard = {r: heard[r] + lapse if beats[r] == before[r] else now for r in beats}
-                silence = now - min(heard.values(), default=now)
+                heard_at = {r: heard_at[r] + lapse if beats[r] == before[r] else now for r in beats}
+                silence = now - min(heard_at.values(), default=now)
                 if silence >= patience and self.rank == 0:
                     # Also report ranks whose heartbeats stopped a little later.
-                    return [rank for rank, then in heard.items() if now - then >= patience / 2]
-                if self.rank != 0 and silence < patience - 2 * pulse:
+                    return [rank for rank, then in heard_at.items() if now - then >= patience / 2]
+                if self.rank != 0 and silence < patience - 2 * interval:
                     before_timeout = None
                 elif self.rank != 0:
                     last = self._request(self._heartbeats, others)
@@ -535,7 +536,7 @@ class Exchange:
                     if silence >= patience:
                         return [0, *(r for r in last if last[r] == before_timeout.get(r))]
             _core.fault_point("wait for ranks", self._step)
-            pause = min(1.0, pulse, max(0.001, (now - calm_since) / 10))
+            pause = min(1.0, interval, max(0.001, (now - calm_since) / 10))
             if self._woken.wait(pause):
                 self._woken.clear()
                 calm_since = self._clock.monotonic()

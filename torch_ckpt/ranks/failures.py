@@ -74,7 +74,7 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(error, stack)
 
 
-def silent_ranks(step: str, ranks: list[int], seconds: float) -> dict[int, Failure]:
+def heartbeat_failures(step: str, ranks: list[int], seconds: float) -> dict[int, Failure]:
     """Returns failures, by rank, for ranks that sent no heartbeat for too long."""
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     error = TimeoutError(
@@ -193,7 +193,7 @@ def raise_on(rank: int, step: str, failures: Mapping[int, WRAPPED_EXCEPTION]) ->
 
 
 @contextmanager
-def raised_as_ours(rank: int) -> Iterator[None]:
+def reraise_torch_failures(rank: int) -> Iterator[None]:
     """Block that runs torch's code, and converts torch's CheckpointException to this package's.
 
     Raises:

@@ -39,7 +39,7 @@ class RankGroup:
         connections: has the connection to the store, once it has been created.
     """
 
-    _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, RankGroup]] = WeakKeyDictionary()
+    _by_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, RankGroup]] = WeakKeyDictionary()
     _names: ClassVar[Counter[str]] = Counter()
     _making: ClassVar[threading.Lock] = threading.Lock()
 
@@ -90,7 +90,7 @@ class RankGroup:
         with cls._making:
             # Weak keys, so that the server of a destroyed group ends: the next group on the same
             # port needs a new one.
-            made = cls._made.get(group)
+            made = cls._by_group.get(group)
             if made is None:
                 members = dist.get_process_group_ranks(group)
                 name = f"{group.group_name}-{zlib.crc32(repr(members).encode()):08x}"
@@ -98,7 +98,7 @@ class RankGroup:
                 cls._names[name] += 1
                 name = f"{name}-{cls._names[name]}"
                 made = cls(c10d._get_default_store(), dist.get_rank(group), len(members), name)
-                cls._made[group] = made
+                cls._by_group[group] = made
             return made
 
     def subgroup(self, use: str, members: Sequence[int] | None = None) -> RankGroup:

@@ -151,9 +151,9 @@ class BackgroundSave(SaveRun):
         """Lets the thread begin."""
         self._may_begin.set()
 
-    def abandon(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Makes the save fail with the error that the call raises."""
-        self.abandoned = error
+        self.caller_error = error
         self.is_reported = True
         self.begin()
 
@@ -240,7 +240,7 @@ class BackgroundSave(SaveRun):
                 f"the save to {self.metrics.path} was not {what} within {timeout} s; it continues"
             ) from None
 
-    def hold_back(self) -> None:
+    def block_until_staged(self) -> None:
         """Blocks a guarded optimizer step until the sources may change."""
         if self.staged.done() or self.is_inherited:
             return
@@ -273,7 +273,7 @@ class BackgroundSave(SaveRun):
         finally:
             self.metrics.blocked_s += time.perf_counter() - begun
 
-    def disown(self) -> None:
+    def fail_in_child(self) -> None:
         """Completes the futures in a forked child, whose parent runs the save."""
         self.is_inherited = True
         error = CheckpointError(_INHERITED)
@@ -433,7 +433,7 @@ class _Guard:
     def __call__(self, *_: object) -> None:
         save, self.save = self.save, None
         if save is not None:
-            save.hold_back()
+            save.block_until_staged()
 
 
 def wait_quietly(future: Future[Any]) -> None:
@@ -512,9 +512,9 @@ class _Saves:
             if not save.is_reported:
                 save.wait_for(save.committed, None, "committed")
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Waits for the running save, then for the engine's threads. Called at interpreter exit."""
-        host_memory.leave()
+        host_memory.close()
         if not exit_threads.join():
             path = self._running.metrics.path if self._running is not None else "a directory"
             LOGGER.error(
@@ -545,7 +545,7 @@ class _Saves:
     def forget_in_child(self) -> None:
         """Forgets all saves in a forked child, because only the parent runs them."""
         if self._running is not None:
-            self._running.disown()
+            self._running.fail_in_child()
         self.__init__()  # type: ignore[misc]
 
 
@@ -656,7 +656,7 @@ def start(
         if save is None or save.claim():
             ranks.fail(error)
         else:
-            save.abandon(error)
+            save.fail(error)
         raise
     try:
         if staging == "blocking":
@@ -690,7 +690,7 @@ def check_for_errors() -> None:
 
 register(
     Part.SAVES,
-    at_exit=saves.leave,
+    at_exit=saves.close,
     # The child keeps the result of a save that has ended.
     before_fork=saves.running,
     in_child=saves.forget_in_child,

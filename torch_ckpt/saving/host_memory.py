@@ -176,9 +176,9 @@ def limit_to_budget(max_host_bytes: int) -> None:
     _reserve.limit(max_host_bytes)
 
 
-def leave() -> None:
+def close() -> None:
     """Ends the background allocations. Called at interpreter exit."""
-    _reserve.leave()
+    _reserve.close()
 
 
 def _ordinal(device: torch.device | str | int | None) -> int:
@@ -268,7 +268,7 @@ class Reserve:
     def __init__(
         self, free: Callable[[], int] = free_memory, step_bytes: int = _STEP_BYTES
     ) -> None:
-        self.leaving = False
+        self.is_closed = False
         #: True after the first snapshot of this process.
         self.has_saved = False
         self._free = free
@@ -331,7 +331,7 @@ class Reserve:
             ordinal = _ordinal(device)
             with self._target_lock:
                 # Either may have changed since make_for_state() was called.
-                if self._is_requested or self.leaving:
+                if self._is_requested or self.is_closed:
                     return
                 total = _set_target(bytes, ordinal)
             # Other code may use the free memory meanwhile. That is no reason to warn, because the
@@ -350,19 +350,19 @@ class Reserve:
         for thread in self._threads:
             thread.join()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Ends the running allocations and prevents later ones."""
-        self.leaving = True
+        self.is_closed = True
         self.join()
 
     def forget_in_child(self) -> None:
         """Forgets the threads, which a forked child does not have."""
-        self.leaving = self.has_saved = self._is_requested = False
+        self.is_closed = self.has_saved = self._is_requested = False
         self._threads = []
         self._target_lock = threading.Lock()
 
     def _start(self, total: int, ordinal: int, log_level: int) -> None:
-        if self.leaving:
+        if self.is_closed:
             return
         thread = threading.Thread(
             target=self._grow_quietly,
@@ -376,7 +376,7 @@ class Reserve:
     def _grow(self, total: int, device: int, background: Background | None, log_level: int) -> int:
         there = _core.reserved_bytes()
         # Stop if the requested reserve is now smaller: it was trimmed, or memory ran out.
-        while there < total <= _core.reserve_bytes() and not self.leaving:
+        while there < total <= _core.reserve_bytes() and not self.is_closed:
             ranks = dist.get_world_size() if dist.is_initialized() else 1
             most = _share_of_free_memory(ranks, self._free)
             if most < there + _chunk_bytes(device):

@@ -91,8 +91,8 @@ class SaveRun:
     Attributes:
         metrics: durations and sizes of the save on this rank; final when the save has ended.
         differing: description of the values that differ between ranks; empty if none differs.
-        abandoned: error with which the save fails as soon as it begins; None unless its caller has
-            failed.
+        caller_error: error with which the save fails as soon as it begins; None unless its caller
+            has failed.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class SaveRun:
         is_blocking: bool = True,
     ) -> None:
         self.differing = ""
-        self.abandoned: BaseException | None = None
+        self.caller_error: BaseException | None = None
         self._target = target
         self._ranks = ranks
         self._plan = plan
@@ -173,8 +173,8 @@ class SaveRun:
     def _describe(
         self, state_dict: StateDict | Callable[[], StateDict] | None
     ) -> tuple[Message, None]:
-        if self.abandoned is not None:
-            raise self.abandoned
+        if self.caller_error is not None:
+            raise self.caller_error
         if state_dict is not None:
             self._state = SaveState(States(state_dict, calls=True).saved())
         state = self._state

@@ -156,10 +156,10 @@ class SaveState:
         numbers = array("I", copies)
         found = array("I", self._flat.checksums(copies))
         # The engine cannot read tensors that are not plain.
-        places = {number: place for place, number in enumerate(numbers)}
+        positions = {number: position for position, number in enumerate(numbers)}
         for item, row, value, part in self._flat.unready(copies):
             if row in self._described or not _C.is_plain(value):
-                found[places[item]] = _checksum_of(self._tensor(row, value, part))
+                found[positions[item]] = _checksum_of(self._tensor(row, value, part))
         return found.tobytes()
 
     # --- the write -------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt.errors import RootInUse
-from torch_ckpt.steps.lease_protocol import LEASE_NAME, Record, StoredRecord
+from torch_ckpt.steps.lease_protocol import LEASE_NAME, LeaseRecord, StoredRecord
 
 #: Fields that identify a process.
 _PROCESS_FIELDS = ("host", "boot", "pids", "pid", "start", "began_at")
@@ -61,7 +61,7 @@ class LeaseFile:
             return None
 
     def compare_and_swap(
-        self, expected: StoredRecord | None, record: Record
+        self, expected: StoredRecord | None, record: LeaseRecord
     ) -> StoredRecord | None:
         if expected is not None and expected.record == record:
             # Only the process that holds the lease renews it. If another run has replaced the file,
@@ -145,7 +145,7 @@ class LeaseFile:
                 self.has_made_root = True
 
     def _swap(
-        self, directory: _core.Directory, expected: StoredRecord | None, record: Record
+        self, directory: _core.Directory, expected: StoredRecord | None, record: LeaseRecord
     ) -> StoredRecord | None:
         _remove_leftovers(directory)
         with _temporary(directory) as (name, fd):
@@ -192,7 +192,7 @@ class LeaseFile:
         return False
 
 
-def encode(record: Record) -> bytes:
+def encode(record: LeaseRecord) -> bytes:
     """Encodes a record."""
     process: dict[str, Any] = dict(record.process)
     if not record.is_held:
@@ -203,7 +203,7 @@ def encode(record: Record) -> bytes:
     ).encode()
 
 
-def decode(data: bytes) -> Record:
+def decode(data: bytes) -> LeaseRecord:
     """Decodes a record. Anything else counts as a lease that was released in epoch 0."""
     try:
         document = json.loads(data)
@@ -219,7 +219,7 @@ def decode(data: bytes) -> Record:
         if isinstance(process.get(name), str | int | float)
     }
     epoch, run = document.get("epoch"), document.get("run")
-    return Record(
+    return LeaseRecord(
         epoch if type(epoch) is int and epoch > 0 else 0,
         run if isinstance(run, str) else "",
         bool(process) and document.get("state") != "released",

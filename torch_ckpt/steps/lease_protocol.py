@@ -50,7 +50,7 @@ _LATEST_SECONDS = 1e11
 
 
 @dataclass(frozen=True)
-class Record:
+class LeaseRecord:
     """The record of a lease.
 
     Attributes:
@@ -84,7 +84,7 @@ class StoredRecord(NamedTuple):
         heartbeat: changes whenever the run renews its lease.
     """
 
-    record: Record
+    record: LeaseRecord
     version: Any
     heartbeat: Any
 
@@ -96,7 +96,7 @@ class LeaseStore(Protocol):
         """Reads the record; None if there is none."""
 
     def compare_and_swap(
-        self, expected: StoredRecord | None, record: Record
+        self, expected: StoredRecord | None, record: LeaseRecord
     ) -> StoredRecord | None:
         """Writes a record if the store has the version of ``expected``; None: if it has none. If
         ``expected`` has the same record, changes its heartbeat.
@@ -146,7 +146,7 @@ class RunLease:
     def __init__(
         self,
         root: str,
-        mine: Record,
+        mine: LeaseRecord,
         *,
         expiry: float,
         newest_epoch: Callable[[], int],
@@ -159,7 +159,7 @@ class RunLease:
         self._clock = clock
         self._first: tuple[StoredRecord, float] | None = None
         self.taken: StoredRecord | None = None
-        self.holder: Record | None = None
+        self.holder: LeaseRecord | None = None
 
     def try_take(self, store: LeaseStore, takeover: bool) -> Operation[bool]:
         """Takes the lease.
@@ -263,9 +263,9 @@ def _read(store: LeaseStore) -> StoredRecord | None:
     return store.read()
 
 
-def _swap(expected: StoredRecord | None, record: Record) -> StoreCall:
+def _swap(expected: StoredRecord | None, record: LeaseRecord) -> StoreCall:
     return lambda store: store.compare_and_swap(expected, record)
 
 
-def _with_epoch(record: Record) -> str:
+def _with_epoch(record: LeaseRecord) -> str:
     return f"{record.describe()} (epoch {record.epoch})"

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.checkpoint.files import lies_beneath
+from torch_ckpt.checkpoint.files import is_inside_checkpoint
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
@@ -223,7 +223,7 @@ class RemoteSteps(StepStore):
         finally:
             busy.end(files.url)
         total.unverifiable = sorted(unverifiable)
-        total.unreferenced += [name for name in listing if not lies_beneath(name)]
+        total.unreferenced += [name for name in listing if not is_inside_checkpoint(name)]
         total.seconds = time.perf_counter() - started
         return total
 
@@ -298,7 +298,7 @@ def _batches(listing: dict[str, RemoteFile], most: int) -> Iterator[list[str]]:
     total = 0
     for name in sorted(listing.keys() - _OWN_NAMES):
         # Metadata cannot refer to a file with such a name.
-        if not lies_beneath(name):
+        if not is_inside_checkpoint(name):
             continue
         if batch and total + listing[name].bytes > most:
             yield batch

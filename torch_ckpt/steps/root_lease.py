@@ -21,7 +21,7 @@ from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.marker import newest_epoch
 from torch_ckpt.errors import RootInUse
 from torch_ckpt.steps.lease_file import LeaseFile
-from torch_ckpt.steps.lease_protocol import LEASE_NAME, Record, RunLease, perform
+from torch_ckpt.steps.lease_protocol import LEASE_NAME, LeaseRecord, RunLease, perform
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class RootLease:
         process = {**_core.own_process(), "began_at": round(time.time(), 3)}
         run = RunLease(
             root,
-            Record(0, uuid.uuid4().hex, True, process),
+            LeaseRecord(0, uuid.uuid4().hex, True, process),
             expiry=times.expiry,
             newest_epoch=lambda: newest_epoch(root),
         )

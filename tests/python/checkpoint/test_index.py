@@ -29,7 +29,7 @@ import torch_ckpt
 from tests.metadata import read_metadata
 from tests.support import DTYPES, cause_of, load, save, stock_save, zeros
 from torch_ckpt import Corrupt, _core
-from torch_ckpt.checkpoint.files import lies_beneath
+from torch_ckpt.checkpoint.files import is_inside_checkpoint
 from torch_ckpt.checkpoint.index import decode_index
 from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, index_of
 
@@ -259,7 +259,7 @@ OTHERS = ["", ".", "..", "/", "/a", "../a", "a/..", "a/../b", "a\0", "a\\b", "a"
 
 @pytest.mark.parametrize("file", CLEAN + OTHERS)
 def test_only_clean_paths_are_beneath_the_directory(file: Any) -> None:
-    assert lies_beneath(file) is (file in CLEAN)
+    assert is_inside_checkpoint(file) is (file in CLEAN)
 
 
 def test_two_tensors_may_not_share_their_list_of_shards(metadata: Metadata) -> None:

@@ -36,7 +36,7 @@ from tests.support import (
 )
 from torch_ckpt import Checkpoint, CheckpointError
 from torch_ckpt._base.progress import Progress
-from torch_ckpt.inspection.boxes import split_into_boxes
+from torch_ckpt.checkpoint.opened import split_into_boxes
 from torch_ckpt.inspection.diff import diff
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
 

@@ -52,7 +52,7 @@ def test_a_restore_makes_the_exchanges_of_a_load_and_one_for_the_step(make: Make
     with exchanged() as of_load:
         torch_ckpt.load(state, made.steps()[0].path)
     assert of_load == ["plan", "load", "finish"]
-    assert of_restore == ["meeting", *of_load]
+    assert of_restore == ["rendezvous", *of_load]
 
 
 def test_a_save_makes_the_exchanges_of_an_async_save(make: Make, tmp_path: Path) -> None:

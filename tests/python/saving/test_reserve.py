@@ -256,9 +256,9 @@ def test_a_failure_of_a_background_reservation_is_logged(caplog: pytest.LogCaptu
     assert os.strerror(errno.ENOMEM) in caplog.text
 
 
-def test_leave_ends_a_background_reservation(held_at_the_third: Held) -> None:
-    with in_thread(held_at_the_third.leave):
-        eventually(lambda: held_at_the_third.leaving)
+def test_close_ends_a_background_reservation(held_at_the_third: Held) -> None:
+    with in_thread(held_at_the_third.close):
+        eventually(lambda: held_at_the_third.is_closed)
         held_at_the_third.gate.open()
     assert _core.pool_bytes() == 3 * CHUNK_BYTES, "the step that was under way, and no more"
 
@@ -292,7 +292,7 @@ def test_a_child_forked_during_a_reservation_does_not_wait(gate: Gate) -> None:
     def work() -> None:
         gate.open()
         assert torch_ckpt.reserve_pool(2 * CHUNK_BYTES) == 2 * CHUNK_BYTES
-        host_memory.leave()
+        host_memory.close()
 
     with calling({"mmap": gate}):
         torch_ckpt.reserve_pool(5 * CHUNK_BYTES, wait=False)
@@ -420,14 +420,14 @@ def test_a_reserve_that_the_program_requests_during_staging_is_not_replaced(
     assert _core.reserve_bytes() == _core.pool_bytes() == 3 * CHUNK_BYTES
 
 
-@pytest.mark.parametrize("event", ["leave", "failure", "cancellation"])
+@pytest.mark.parametrize("event", ["close", "failure", "cancellation"])
 def test_nothing_is_reserved_for_a_snapshot_that_is_not_staged_in_time(
     reserve: Reserve, event: str
 ) -> None:
     staged: Future[None] = Future()
     reserve_after(staged)
-    if event == "leave":
-        reserve.leave()
+    if event == "close":
+        reserve.close()
         staged.set_result(None)
     elif event == "failure":
         staged.set_exception(OSError("the save failed"))
@@ -484,7 +484,7 @@ def test_a_save_does_not_fail_if_memory_cannot_be_reserved_for_its_state(
 
 
 def test_no_reservation_begins_when_the_process_ends(tmp_path: Path, reserve: Reserve) -> None:
-    reserve.leave()
+    reserve.close()
     save_on_device(tmp_path / "c")
     assert reserve._threads == []
 

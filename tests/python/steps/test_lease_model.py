@@ -21,7 +21,7 @@ import pytest
 
 from torch_ckpt import RootInUse
 from torch_ckpt.checkpoint.lineage import by_lineage
-from torch_ckpt.steps.lease_protocol import Operation, Record, RunLease, StoredRecord, perform
+from torch_ckpt.steps.lease_protocol import LeaseRecord, Operation, RunLease, StoredRecord, perform
 from torch_ckpt.steps.step_store import StepInfo
 
 #: Seconds without a heartbeat after which a run is dead.
@@ -78,7 +78,7 @@ class Store:
         return found
 
     def compare_and_swap(
-        self, expected: StoredRecord | None, record: Record
+        self, expected: StoredRecord | None, record: LeaseRecord
     ) -> StoredRecord | None:
         root, found = self.root, self.root.stored
         if not self.matches(expected, found):
@@ -116,7 +116,7 @@ class Run:
         self.store = STORE(root, self)
         self.lease = LEASE(
             "/run",
-            Record(0, str(number), True, {"pid": number, "host": "h"}),
+            LeaseRecord(0, str(number), True, {"pid": number, "host": "h"}),
             expiry=EXPIRY,
             newest_epoch=root.newest_epoch,
             clock=lambda: root.now,
@@ -336,7 +336,7 @@ class ReleaseRemovesTheLease(Store):
     """The lease vanishes at the end of a run, as in version 0.1."""
 
     def compare_and_swap(
-        self, expected: StoredRecord | None, record: Record
+        self, expected: StoredRecord | None, record: LeaseRecord
     ) -> StoredRecord | None:
         done = super().compare_and_swap(expected, record)
         if done is not None and not record.is_held:
