@@ -27,7 +27,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan as LocalPlan
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ckpt import _core
@@ -36,8 +36,8 @@ from torch_ckpt.checkpoint.index import decode_index
 from torch_ckpt.ranks.exchange import Answers, Exchange
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.ranks.store import StoreThread
+from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.run import Message, Reply
-from torch_ckpt.saving.save_plan import SavePlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.target import Opened
 from torch_ckpt.saving.write import Written
@@ -82,7 +82,7 @@ class Simulation:
     def __init__(self, world: int, tensors: int, stock: bool) -> None:
         self.world = world
         self.states: list[SaveState] = []
-        self.local_plans: list[LocalPlan] = []
+        self.local_plans: list[SavePlan] = []
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
         self.messages: dict[str, int] = {}
@@ -101,7 +101,7 @@ class Simulation:
 
     def run(self, steady: bool = False) -> None:
         """Saves, decodes the metadata; if `steady`, saves the unchanged state again."""
-        plans = [SavePlan() for _ in range(self.world)]
+        plans = [AgreedPlan() for _ in range(self.world)]
         data = self._save("first", plans)
         self.bytes["metadata"] = len(data)
         index = self._timed("reading the metadata", lambda: decode_index(data, "simulation"))
@@ -117,7 +117,7 @@ class Simulation:
 
         The growth includes the messages of all ranks.
         """
-        plans = [SavePlan() for _ in range(self.world)]
+        plans = [AgreedPlan() for _ in range(self.world)]
         made: list[bytes] = []
         works: dict[str, Callable[[], Any]] = {
             "first": lambda: made.append(self._save("first", plans)),
@@ -135,7 +135,7 @@ class Simulation:
         """Returns the median seconds of each part."""
         return {part: statistics.median(seconds) for part, seconds in self.seconds.items()}
 
-    def _save(self, kind: str, plans: list[SavePlan]) -> bytes:
+    def _save(self, kind: str, plans: list[AgreedPlan]) -> bytes:
         """Does the steps of SaveRun for one rank after another; returns the metadata."""
         self._saves += 1
         prefix = f"save/{self._saves}"
@@ -200,7 +200,7 @@ class Simulation:
         self.bytes[f"{kind}: messages"] = sum(one.sent[1] for one in exchanges)
         return bytes(data)
 
-    def _simulate_write(self, rank: int, plan: SavePlan) -> Written:
+    def _simulate_write(self, rank: int, plan: AgreedPlan) -> Written:
         count = len(plan.own.items) // 4
         files = []
         for file in range(_FILES):
@@ -230,7 +230,7 @@ def _planned_state(state_dict: dict[str, Any]) -> SaveState:
     return state
 
 
-def _local_plan(state: dict[str, Any]) -> LocalPlan:
+def _local_plan(state: dict[str, Any]) -> SavePlan:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     return planner.create_local_plan()

@@ -30,7 +30,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.transformers_config import CONFIG_NAME, Config
 from torch_ckpt.loading.renaming import Rename, new_names
 from torch_ckpt.options import WriteOptions
-from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.target import Opened, Target, require_one_target
 from torch_ckpt.saving.write import Written
@@ -239,7 +239,7 @@ class ModelTarget(Target):
             f"dtype={form.dtype}, rename={rename}, metadata={form.metadata}, copies={copied}"
         )
 
-    def lay_out(self, plan: SavePlan, opened: Sequence[Opened]) -> Sequence[bytes]:
+    def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         """Lays out the files, and creates the directory under a temporary name.
 
         Returns:
@@ -281,7 +281,7 @@ class ModelTarget(Target):
         sources = state.parts(items, places, self._dtype)
         return self._directory.open_directory(temporary.decode()), "", sources
 
-    def commit(self, plan: SavePlan, written: list[Written]) -> bytes:
+    def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
         save, layout = self._save, self._layout
         assert save is not None
         assert layout is not None

@@ -15,7 +15,7 @@ from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.model_target import ModelTarget, NewDirectory, Safetensors, StrPath
 from torch_ckpt.options import WriteOptions
-from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.write import Written
 from torch_ckpt.steps import (
     LARGEST_STEP,
@@ -182,7 +182,7 @@ class VersionTarget(ModelTarget):
             if self._delta:
                 save.write_delta(opened, step_name(base), self.options.sync_files)
 
-    def commit(self, plan: SavePlan, written: list[Written]) -> bytes:
+    def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
         root = self._root
         assert root is not None
         seal = super().commit(plan, written)

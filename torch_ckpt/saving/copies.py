@@ -12,7 +12,7 @@ another group would lose them. So:
    that several ranks have.
 3. The ranks send these checksums with the results of their writes.
 4. The coordinator compares the checksums before it commits
-   (:meth:`SavePlan.require_equal_copies`).
+   (:meth:`AgreedPlan.require_equal_copies`).
 
 csrc/planning/global_plan.h decides; this module words the error.
 """

@@ -44,9 +44,9 @@ from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import CheckpointFailed, drop_frames
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.saving import host_memory
+from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.replica_check import MODES as REPLICA_CHECKS
 from torch_ckpt.saving.run import SaveRun
-from torch_ckpt.saving.save_plan import SavePlan
 from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.target import Target
 from torch_ckpt.saving.unchanged import UnchangedDetector
@@ -105,7 +105,7 @@ class BackgroundSave(SaveRun):
         state: SaveState,
         target: Target,
         ranks: Exchange,
-        plan: SavePlan,
+        plan: AgreedPlan,
         check_replicas: str,
         begun: float,
         *,
@@ -573,7 +573,7 @@ def save(
     """
     begun = time.perf_counter()
     # Do this before anything can fail, so that all ranks count the same saves.
-    plan = SavePlan.of(group)
+    plan = AgreedPlan.of(group)
     ranks = Exchange.open(group, "save", timeout)
     try:
         with ranks:
@@ -618,7 +618,7 @@ def start(
     """
     begun = time.perf_counter()
     # Do this before anything can fail, so that all ranks count the same saves.
-    plan = SavePlan.of(group)
+    plan = AgreedPlan.of(group)
     ranks = Exchange.open(group, "save", timeout)
     save: BackgroundSave | None = None
     try:

@@ -31,8 +31,8 @@ from torch_ckpt.checkpoint.metrics import SaveMetrics
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.replica_check import description_of
-from torch_ckpt.saving.save_plan import SavePlan
 from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.target import Opened, Target
 from torch_ckpt.saving.write import Events, Written, progress_of, write_files
@@ -99,7 +99,7 @@ class SaveRun:
         self,
         target: Target,
         ranks: Exchange,
-        plan: SavePlan,
+        plan: AgreedPlan,
         check_replicas: str,
         begun: float,
         *,

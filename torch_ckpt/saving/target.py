@@ -29,7 +29,7 @@ from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, re
 from torch_ckpt.checkpoint.lease import DirectoryLease, refuse_hidden_save, remove_own
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import WriteOptions
-from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.write import Written
 
@@ -79,7 +79,7 @@ class Target:
         """Opens the target, on every rank. The coordinator creates it."""
         raise NotImplementedError
 
-    def lay_out(self, plan: SavePlan, opened: Sequence[Opened]) -> Sequence[bytes]:
+    def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         """Chooses the files of each rank, on the coordinator.
 
         Args:
@@ -111,7 +111,7 @@ class Target:
     def undo(self, written: Written) -> None:
         """Removes the files that this rank has written, after another rank has failed."""
 
-    def commit(self, plan: SavePlan, written: list[Written]) -> bytes:
+    def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
         """Makes the save visible, on the coordinator.
 
         Args:
@@ -208,7 +208,7 @@ class DirectoryTarget(Target):
         """Takes a lease on the directory; see :class:`DirectoryLease`."""
         self.lease = DirectoryLease(self.directory, self._own_rank, ends_earlier)
 
-    def lay_out(self, plan: SavePlan, opened: Sequence[Opened]) -> Sequence[bytes]:
+    def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         require_one_target(opened)
         assert self.lease is not None
         return [self.lease.tag.encode()] * len(opened)
@@ -223,7 +223,7 @@ class DirectoryTarget(Target):
     def undo(self, written: Written) -> None:
         remove_own(self.directory, set(written.files.names))
 
-    def commit(self, plan: SavePlan, written: list[Written]) -> bytes:
+    def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
         data = plan.encode(written, self.storage_meta())
         self.publish(data, {name for of_rank in written for name in of_rank.files.names})
         return data.seal

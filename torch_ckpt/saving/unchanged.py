@@ -8,7 +8,7 @@ because the checksums are computed anyway.
 from __future__ import annotations
 
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.write import Written
 
 #: A number that changes in every save, even without training.
@@ -28,7 +28,7 @@ class UnchangedDetector:
         self._last: tuple[int, list[Written]] | None = None
         self._named: set[str] = set()
 
-    def check(self, plan: SavePlan, written: list[Written], where: str) -> str | None:
+    def check(self, plan: AgreedPlan, written: list[Written], where: str) -> str | None:
         """Returns the text of a warning; None if there is nothing to warn about.
 
         Args:

@@ -38,7 +38,7 @@ from torch_ckpt.checkpoint.marker import encoded_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.options import WriteOptions
-from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.target import DirectoryTarget, Opened, Target, require_one_target
 from torch_ckpt.saving.write import Written
@@ -100,7 +100,7 @@ class RemoteStepTarget(DirectoryTarget):
         self._upload = _Upload(self._files, staging, rank == 0)
         return opened._replace(save=self.path)
 
-    def lay_out(self, plan: SavePlan, opened: Sequence[Opened]) -> Sequence[bytes]:
+    def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         require_one_target(opened)
         assert self._upload is not None
         return [self._upload.tag.encode()] * len(opened)

@@ -18,16 +18,16 @@ from tests.forked import answer_of, forked
 from tests.support import assert_equal, emptied
 from torch_ckpt import _core
 from torch_ckpt.ranks.group import RankGroup
-from torch_ckpt.saving.save_plan import SavePlan
+from torch_ckpt.saving.agreed_plan import AgreedPlan
 
 StateDict = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
 def no_plan_yet() -> Iterator[None]:
-    SavePlan._of.pop(RankGroup.of(None, no_dist=True), None)
+    AgreedPlan._of.pop(RankGroup.of(None, no_dist=True), None)
     yield
-    SavePlan._of.pop(RankGroup.of(None, no_dist=True), None)
+    AgreedPlan._of.pop(RankGroup.of(None, no_dist=True), None)
 
 
 class Plans:
@@ -121,7 +121,7 @@ def test_ranks_send_their_parts_again_if_the_coordinator_has_another_plan(
     tmp_path: Path, plans: Plans
 ) -> None:
     save(tmp_path / "before", state(1))
-    SavePlan.of(RankGroup.of(None, no_dist=True)).coordinator = _core.SaveCoordinator()
+    AgreedPlan.of(RankGroup.of(None, no_dist=True)).coordinator = _core.SaveCoordinator()
     save(tmp_path / "after", state(2))
     assert plans.made == 2
     assert_holds(tmp_path / "after", state(2))

@@ -21,7 +21,7 @@ from torch_ckpt.saving.copies import text_of_copies
 from torch_ckpt.saving.write import Written
 
 
-class SavePlan:
+class AgreedPlan:
     """The plan on which the ranks of a group agreed last. Every rank has one for all saves.
 
     Attributes:
@@ -29,14 +29,14 @@ class SavePlan:
         coordinator: the parts of all ranks; used on the coordinator only.
     """
 
-    _of: ClassVar[WeakKeyDictionary[RankGroup, SavePlan]] = WeakKeyDictionary()
+    _of: ClassVar[WeakKeyDictionary[RankGroup, AgreedPlan]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.own = _core.RankPlan()
         self.coordinator = _core.SaveCoordinator()
 
     @classmethod
-    def of(cls, group: RankGroup) -> SavePlan:
+    def of(cls, group: RankGroup) -> AgreedPlan:
         """Returns the plan of a group of ranks."""
         found = cls._of.get(group)
         return cls._of.setdefault(group, cls()) if found is None else found
@@ -92,4 +92,4 @@ class SavePlan:
         return self.coordinator.encode(files, texts, DCP_VERSION, phases)
 
 
-register(Part.PLANS, in_child=SavePlan.forget_in_child)
+register(Part.PLANS, in_child=AgreedPlan.forget_in_child)
