@@ -162,8 +162,8 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
       warnings.push_back("a leftover of an interrupted save was not removed: " +
                          removed.error().message());
   }
-  const bool is_there = std::ranges::find(*names, name) != names->end();
-  if (is_there) {
+  const bool is_present = std::ranges::find(*names, name) != names->end();
+  if (is_present) {
     if (!may_replace) {
       return exists(parent, name, "it exists already; pass overwrite=True to replace it");
     }
@@ -180,7 +180,7 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
     // Another save has found the new directory before it was locked, and removes it as a leftover.
     done = system_error(EAGAIN, "flock", parent.path_of(temporary));
   }
-  if (done && is_there) done = copy_mode(parent, name, *opened);
+  if (done && is_present) done = copy_mode(parent, name, *opened);
   if (!done) {
     static_cast<void>(parent.remove_directory(temporary));
     return done.error();
@@ -297,9 +297,9 @@ PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
   auto identity = directory_.identity();
   if (!identity) return {PublishState::not_published, identity.error()};
   Publication publication{temporary_, name_, {}, *identity};
-  auto is_there = parent_.contains(name_);
-  if (!is_there) return {PublishState::not_published, is_there.error()};
-  if (!*is_there || !may_replace_) {
+  auto is_present = parent_.contains(name_);
+  if (!is_present) return {PublishState::not_published, is_present.error()};
+  if (!*is_present || !may_replace_) {
     PublishOutcome outcome =
         directory::publish(parent_, publication, {.sync = sync, .replace = false});
     if (outcome.error.sys_errno == EEXIST) {

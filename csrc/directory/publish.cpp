@@ -75,9 +75,9 @@ Result<> require_at_path(const os::Directory& directory, PublishMode mode) {
   if (mode.sync && mode.sync_above) {
     if (auto synced = directory.sync_ancestors(); !synced) return synced;
   }
-  auto is_there = directory.is_at_path();
-  if (!is_there) return is_there.error();
-  if (!*is_there) return moved_error(directory);
+  auto is_at_path = directory.is_at_path();
+  if (!is_at_path) return is_at_path.error();
+  if (!*is_at_path) return moved_error(directory);
   return {};
 }
 

@@ -61,10 +61,10 @@ void require_file(std::string_view name, const CheckpointIndex::Shard& shard,
 }
 
 /// Fails if stored boxes, relative to `begins`, leave an element of a part unread.
-void require_whole(std::string_view name, std::span<const std::int64_t> wanted,
-                   std::span<const std::int64_t> begins, std::vector<planning::Box> boxes,
-                   std::uint64_t found, std::uint64_t elements,
-                   const InterruptCheck& check_interrupt) {
+void require_complete(std::string_view name, std::span<const std::int64_t> wanted,
+                      std::span<const std::int64_t> begins, std::vector<planning::Box> boxes,
+                      std::uint64_t found, std::uint64_t elements,
+                      const InterruptCheck& check_interrupt) {
   const auto fail = [&](const std::string& how) {
     throw Failure(
         format_error(Errc::metadata_inconsistent,
@@ -135,7 +135,7 @@ void plan_box(const CheckpointIndex& index, std::string_view name,
     reads.add(std::move(read));
     boxes.push_back(std::move(box));
   }
-  require_whole(name, wanted, begins, std::move(boxes), found, elements, check_interrupt);
+  require_complete(name, wanted, begins, std::move(boxes), found, elements, check_interrupt);
 }
 
 std::optional<LoadState::TensorLike> LoadState::tensor_like(const Row& row) const {

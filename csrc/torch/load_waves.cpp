@@ -115,7 +115,7 @@ bool LoadWaves::add_with_temporary(std::size_t number, const Layout& layout, boo
       lengths[0] = count;
       tensor = tensor.narrow(0, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(count));
     }
-    const Tensor temporary = on_device ? Tensor::empty_beside(read.tensor, signed_of(lengths))
+    const Tensor temporary = on_device ? Tensor::empty_on_device_of(read.tensor, signed_of(lengths))
                                        : mapped_tensor(lengths, read.dtype, count * row_bytes);
     held += count * row_bytes;
     if (!add_rows(number, layout, begin, count, tensor, temporary)) return false;

@@ -177,7 +177,7 @@ Tensor Tensor::on_memory(const std::byte* memory, ExtentsView sizes, ExtentsView
   return adopt(OwnedTensor(handle));
 }
 
-Tensor Tensor::empty_beside(const Tensor& other, ExtentsView sizes) {
+Tensor Tensor::empty_on_device_of(const Tensor& other, ExtentsView sizes) {
   const auto strides = planning::row_major_strides(sizes);
   TensorHandle handle = nullptr;
   libtorch::check(libtorch::empty_strided(

@@ -42,7 +42,7 @@ class Tensor {
   static Tensor on_memory(const std::byte* memory, ExtentsView sizes, ExtentsView strides,
                           ScalarType dtype, std::shared_ptr<const void> owner);
   /// An uninitialized tensor in row-major order, on the same device as `other`.
-  static Tensor empty_beside(const Tensor& other, ExtentsView sizes);
+  static Tensor empty_on_device_of(const Tensor& other, ExtentsView sizes);
 
   /// Prepares is_conj() and is_neg() of many tensors, for which asking each one takes much longer.
   static void find_math_bits(std::span<const Tensor> tensors);
