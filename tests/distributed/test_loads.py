@@ -55,7 +55,7 @@ from tests.loads import with_read_options
 from tests.local_steps import saved
 from tests.support import assert_equal, data_files, emptied
 from torch_ckpt import Corrupt, LoadMismatch
-from torch_ckpt.checkpoint.chunks import chunks_here
+from torch_ckpt.checkpoint.chunks import local_chunks
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.inspection.diff import diff
 from torch_ckpt.steps import LocalSteps
@@ -224,7 +224,7 @@ def case_the_parts_of_a_strided_shard_are_the_elements_of_the_rank(launch: Launc
         tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
         found = [
             full[tuple(slice(b, b + n) for b, n in zip(c.offsets, c.sizes, strict=True))]
-            for c in chunks_here(tensor)
+            for c in local_chunks(tensor)
         ]
         numbers = torch.cat([part.flatten() for part in found]).sort().values
         context = f"seed {seed}, number {number}: {placements} of {shape}"

@@ -50,7 +50,7 @@ def require_cover(
         if not isinstance(stored, TensorStorageMetadata):
             continue
         require_consecutive(name, target)
-        for chunk in chunks_here(target):
+        for chunk in local_chunks(target):
             places = zip(chunk.offsets, chunk.sizes, tuple(stored.size), strict=True)
             wanted = tuple(
                 max(min(begin + length, end) - begin, 0) for begin, length, end in places
@@ -77,7 +77,7 @@ def _require_all(
         )
 
 
-def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
+def local_chunks(value: Any) -> list[ChunkStorageMetadata]:
     """Returns the chunks of a tensor that this rank has.
 
     Raises:
@@ -92,7 +92,7 @@ def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
     if not _is_strided(value) or 0 in chunks[0].sizes:
         return chunks
     # torch assumes that a rank's elements are consecutive, so compute the chunks here.
-    runs = [_runs_here(value, dim) for dim in range(value.dim())]
+    runs = [_local_runs(value, dim) for dim in range(value.dim())]
     return [
         ChunkStorageMetadata(
             offsets=torch.Size(begin for begin, _length in box),
@@ -121,7 +121,7 @@ def require_consecutive(name: str, value: Any) -> None:
             "a partial sum, not a shard. Redistribute the DTensor to Shard and Replicate "
             "placements first"
         )
-    if _is_strided(value) and len(chunks_here(value)) > 1:
+    if _is_strided(value) and len(local_chunks(value)) > 1:
         raise CheckpointError(
             f"{name}: this rank's part of the DTensor is not a single block, because its "
             f"placements are {tuple(value.placements)} and its shape is {list(value.shape)}. A "
@@ -136,7 +136,7 @@ def _is_strided(value: Any) -> bool:
     )
 
 
-def _runs_here(tensor: DTensor, dim: int) -> list[tuple[int, int]]:
+def _local_runs(tensor: DTensor, dim: int) -> list[tuple[int, int]]:
     """Returns the start and length of each run of consecutive indices that this rank has in a
     dimension."""
     mesh = tensor.device_mesh

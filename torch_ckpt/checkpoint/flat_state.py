@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
-from torch_ckpt.checkpoint.chunks import chunks_here, hash_layout, require_consecutive
+from torch_ckpt.checkpoint.chunks import hash_layout, local_chunks, require_consecutive
 from torch_ckpt.errors import CheckpointError
 
 
@@ -78,7 +78,7 @@ def describe_target(state: _C.LoadState, row: int) -> None:
     name, value = state.name(row), state.value(row)
     require_consecutive(name, value)
     size = getattr(value, "global_shape", None) or value.size()
-    chunks = chunks_here(value)
+    chunks = local_chunks(value)
     boxes = [([*chunk.offsets], [*chunk.sizes]) for chunk in chunks]
     state.describe(row, value.dtype, False, [*size], boxes, 0)
     for number, chunk in enumerate(chunks):

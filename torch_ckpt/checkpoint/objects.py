@@ -122,14 +122,14 @@ def warn_of_what_will_not_load(
         return
     types: set[type] = set()
     _add_types(value, types, set())
-    looked_at = name, frozenset(types)
-    if looked_at in _checked or looked_at[1] in _known_to_load:
+    key = name, frozenset(types)
+    if key in _checked or key[1] in _known_to_load:
         return
     try:
         data = pickled(value) if data is None else data
     except Exception as error:
         raise unpicklable(name, value, error) from None
-    _checked.add(looked_at)
+    _checked.add(key)
     try:
         _require_loadable(name, value, data)
     except CheckpointError:
@@ -139,7 +139,7 @@ def warn_of_what_will_not_load(
         except CheckpointError as error:
             warn(f"an object was saved that a load will refuse: {error}")
     else:
-        _known_to_load.add(looked_at[1])
+        _known_to_load.add(key[1])
 
 
 def pickled(value: Any) -> memoryview:

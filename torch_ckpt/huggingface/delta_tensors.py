@@ -62,8 +62,8 @@ def _refuse_overlaps(tensors: dict[str, torch.Tensor]) -> None:
         ranges.append((str(tensor.device), begin, end, name))
     ranges.sort()
     for (device, _, end, one), (other_device, begin, _, other) in itertools.pairwise(ranges):
-        is_apart = device != other_device or end <= begin
-        if not is_apart and _view_of(tensors[one]) != _view_of(tensors[other]):
+        is_separate = device != other_device or end <= begin
+        if not is_separate and _view_of(tensors[one]) != _view_of(tensors[other]):
             raise ValueError(
                 f"{other}: the tensor shares memory with {one}; load the version instead"
             )

@@ -31,7 +31,7 @@ from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import MOST_NAMES, some_of
 from torch_ckpt._base.log import LOGGER, warn
-from torch_ckpt.checkpoint.chunks import chunks_here
+from torch_ckpt.checkpoint.chunks import local_chunks
 from torch_ckpt.checkpoint.dtypes import warn_of_lost_precision
 from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
 from torch_ckpt.checkpoint.index import METADATA_NAME
@@ -296,13 +296,13 @@ class LoadRun:
         """Compares a complete or partial state dict with the checkpoint, and plans the reads of all
         values that fit."""
         assert self._stored is not None
-        state = _C.LoadState(targets, chunks_here)
+        state = _C.LoadState(targets, local_chunks)
         flatten_sharded_tensors(state)
         match = compare(targets, state, self._stored, self._chosen)
         if match.report.missing and match.report.unexpected:
             old = flattened_as_2_3(targets)
             if not old.keys().isdisjoint(match.report.unexpected):
-                state = _C.LoadState({}, chunks_here)
+                state = _C.LoadState({}, local_chunks)
                 for name, (path, value) in old.items():
                     state.add(name, path, value)
                 match = compare(targets, state, self._stored, self._chosen)
@@ -331,7 +331,7 @@ class LoadRun:
         """Reads objects before the load. Leaves out objects that only torch's code can read."""
         assert self._stored is not None
         values: StateDict = {}
-        state = _C.LoadState({}, chunks_here)
+        state = _C.LoadState({}, local_chunks)
         for name in names:
             state.add(name, (name,), None)
         state.match(self._stored.index, self._source.size_rule, None)
@@ -458,7 +458,7 @@ class LoadRun:
             state.zero_unstored()
         reading = match.reading
         if is_last:
-            match.state, match.reading = _C.LoadState({}, chunks_here), Reading()
+            match.state, match.reading = _C.LoadState({}, local_chunks), Reading()
             self._stored = self._renamed = None
             if not (reading.transformed or reading.tensors.has_transformed):
                 source.release_metadata()
@@ -581,7 +581,7 @@ def _is_read_in_place(target: torch.Tensor) -> bool:
 def _local_bytes(value: Any) -> int:
     """Returns the size of this rank's part of a tensor; 0 for other values."""
     try:
-        chunks = chunks_here(value)
+        chunks = local_chunks(value)
     except ValueError:
         return 0
     return sum(c.sizes.numel() for c in chunks) * int(value.dtype.itemsize)

@@ -29,7 +29,7 @@ from torch_ckpt.checkpoint.objects import decode
 from torch_ckpt.checkpoint.reading import Reading
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import CheckpointError, Corrupt
-from torch_ckpt.loading.shared_reads import read_alone, read_once
+from torch_ckpt.loading.shared_reads import read_independently, read_once
 from torch_ckpt.loading.zero_fill import zero_what_is_not_stored
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -122,10 +122,10 @@ class PlannedReads:
         if keeps_default_hooks(self._planner):
             read_once(self._source, self._prepare, group)
         else:
-            read_alone(self._source, self._read_by_hooks, group)
+            read_independently(self._source, self._read_by_hooks, group)
 
     def _prepare(self) -> PlannedReading:
-        require_whole(self._planner, self._items, self._metadata)
+        require_complete(self._planner, self._items, self._metadata)
         self._fill_with_zeros()
         return self._reading(self._items)
 
@@ -238,24 +238,25 @@ def target_of(planner: LoadPlanner, item: ReadItem, direct: bool) -> torch.Tenso
     return planner.resolve_tensor(item).detach()
 
 
-def require_whole(planner: LoadPlanner, items: Sequence[ReadItem], metadata: Metadata) -> None:
+def require_complete(planner: LoadPlanner, items: Sequence[ReadItem], metadata: Metadata) -> None:
     """Raises Corrupt if the plan of torch's own planner leaves part of any tensor unread."""
     hooks = ("create_local_plan", "create_global_plan", "finish_plan")
     if not keeps_methods(planner, DefaultLoadPlanner, hooks):
         return  # a user's planner may leave out parts on purpose
     assert isinstance(planner, DefaultLoadPlanner)
-    known = metadata.state_dict_metadata
+    known = metadata.state_dict_metadata.keys()
     targets = planner.state_dict
-    whole = set()
+    complete = set()
     for item in items:
         name = item.dest_index.fqn
         value: Any = targets.get(name)
-        is_whole = type(value) in _PLAIN and value.shape == item.lengths
-        if is_whole or item.type == LoadItemType.BYTE_IO:
-            whole.add(name)
-    rest = {name: value for name, value in targets.items() if name not in whole and name in known}
-    if rest:
-        require_cover(metadata, rest, (i for i in items if i.dest_index.fqn in rest))
+        is_complete = type(value) in _PLAIN and value.shape == item.lengths
+        if is_complete or item.type == LoadItemType.BYTE_IO:
+            complete.add(name)
+    in_parts = known - complete
+    parts = {name: value for name, value in targets.items() if name in in_parts}
+    if parts:
+        require_cover(metadata, parts, (i for i in items if i.dest_index.fqn in parts))
 
 
 def _stored(index: MetadataIndex, metadata: Metadata) -> tuple[torch.dtype, ChunkStorageMetadata]:

@@ -114,7 +114,7 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
         self._source: Source | None = None
         self._metadata: Metadata | None = None
         self._refused: Exception | None = None
-        self._is_alone = False
+        self._is_single_rank = False
 
     # --- in the order in which a load calls these methods ----------------------------------------
 
@@ -167,7 +167,7 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
                 source.index = source.metadata_digest = None
                 source.tables = checksum_tables(metadata)
         self._metadata = metadata
-        self._is_alone = False
+        self._is_single_rank = False
         RelaxedGc.begin()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -182,7 +182,7 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if self.options.read_once and dist.is_initialized():
             # With no_dist, torch calls this method on every rank with only that rank's plan.
-            self._is_alone = len(plans) == 1
+            self._is_single_rank = len(plans) == 1
             size = dist.get_world_size(self.process_group)
             if len(plans) not in (1, size):
                 raise ValueError(
@@ -214,7 +214,7 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
                 # The caller passed the metadata, so read_metadata() did not open the directory.
                 source.directory = share_or_warn(open_checkpoint(source.path).directory)
             reads = PlannedReads(source, plan.items, planner, self._metadata)
-            if self.options.read_once and dist.is_initialized() and not self._is_alone:
+            if self.options.read_once and dist.is_initialized() and not self._is_single_rank:
                 reads.read_once(self.process_group)
             else:
                 reads.read()

@@ -42,7 +42,7 @@ def read_once(
     source: Source, prepare: Callable[[], Reading], group: dist.ProcessGroup | None
 ) -> None:
     """Performs the reads that ``prepare`` returns, so that one rank reads the data that several
-    ranks want. All ranks of the group must call it, or :func:`read_alone`.
+    ranks want. All ranks of the group must call it, or :func:`read_independently`.
 
     If a rank fails, it raises the error. The other ranks return without loading and without an
     error: the caller must report the failure to them.
@@ -87,7 +87,9 @@ def read_once(
         _send_all(owners, targets, min(limit for _digests, limit in plans), group)
 
 
-def read_alone(source: Source, read: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+def read_independently(
+    source: Source, read: Callable[[], None], group: dist.ProcessGroup | None
+) -> None:
     """Reads on this rank only, and joins the exchanges of ranks that call :func:`read_once`."""
     if _exchange(source, lambda: ([], source.options.max_inflight_bytes), group):
         _exchange(source, read, group)

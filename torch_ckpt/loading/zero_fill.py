@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from torch_ckpt.checkpoint.chunks import chunks_here
+from torch_ckpt.checkpoint.chunks import local_chunks
 from torch_ckpt.checkpoint.reading import writable
 from torch_ckpt.options import ReadOptions
 
@@ -70,7 +70,7 @@ def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> N
         size = tuple(stored.size)
         if size == tuple(value.size()):
             continue
-        for number, chunk in enumerate(chunks_here(value)):
+        for number, chunk in enumerate(local_chunks(value)):
             index = MetadataIndex(name, chunk.offsets, number)
             local = find_state_dict_object({name: value}, index)
             with writable(local):

@@ -195,7 +195,7 @@ class PreemptionWatch:
                 return
             self._changed.wait(self._poll_seconds)
 
-    def _group_has_gone(self) -> None:
+    def _group_was_destroyed(self) -> None:
         """Ends the watch of a destroyed group. Its handlers stay installed and forward signals."""
         self._closed = True
         self._wake.put(_CLOSE)
@@ -411,7 +411,7 @@ def watch_for_preemption(
     watch.group = weakref.ref(group)
     known = current_group(process_group)
     if known is not None and (members := known()) is not None:
-        weakref.finalize(members, watch._group_has_gone).atexit = False
+        weakref.finalize(members, watch._group_was_destroyed).atexit = False
     return watch
 
 

@@ -100,22 +100,22 @@ class PolledEvent:
         be called from any thread."""
         self._is_over = True
 
-    def poll(self, is_alone: Callable[[], bool]) -> bool:
+    def poll(self, must_act: Callable[[], bool]) -> bool:
         """Returns True if this rank must act now. The result is the same on all ranks.
 
         Args:
-            is_alone: returns True if this rank must act now, independently of the other ranks.
+            must_act: returns True if this rank must act now, independently of the other ranks.
 
         Raises:
             CheckpointException: the store is lost; the cause is a ConnectionError.
         """
         number = self._polls + 1
         if number % _NEAR == 0:
-            self._keep_near(number // _NEAR, is_alone)
+            self._keep_near(number // _NEAR, must_act)
         with self._lock:
             self._polls = number
             asks_store = self._asks_store
-        if is_alone():
+        if must_act():
             return True
         return asks_store and self._request(self._settle, number, self._connected())
 
@@ -146,7 +146,7 @@ class PolledEvent:
             self._answer = _replaced(store, self._answer, mine)
         return self._answer.startswith(_YES) and _number(self._answer) <= poll
 
-    def _keep_near(self, count: int, is_alone: Callable[[], bool]) -> None:
+    def _keep_near(self, count: int, must_act: Callable[[], bool]) -> None:
         """Waits for ranks that are behind.
 
         Args:
@@ -154,7 +154,7 @@ class PolledEvent:
         """
         begun = time.monotonic()
         while not self._request(self._reach, count, self._connected()):
-            if self._is_over or is_alone():
+            if self._is_over or must_act():
                 return
             self._pause(min(0.01, max(0.0002, (time.monotonic() - begun) / 10)))
 

@@ -247,7 +247,7 @@ class BackgroundSave(SaveRun):
         _core.fault_point("wait until staged", self.metrics.path)
         with self.blocking():
             if not self._make_streams_wait():
-                wait_quietly(self.staged)
+                wait_until_done(self.staged)
 
     def _make_streams_wait(self) -> bool:
         """Makes the current streams of the sources' devices wait for the copies. Returns False if
@@ -380,7 +380,7 @@ class AsyncSave:
         """Blocks until the tensors being saved can safely be modified, or the save has failed. Does
         not raise the save's error."""
         with self._save.blocking():
-            wait_quietly(self.staged)
+            wait_until_done(self.staged)
 
     def progress(self) -> Progress:
         """Returns the progress of this rank's write, in bytes."""
@@ -436,7 +436,7 @@ class _Guard:
             save.block_until_staged()
 
 
-def wait_quietly(future: Future[Any]) -> None:
+def wait_until_done(future: Future[Any]) -> None:
     """Waits until the future is done. Does not mark its error as reported."""
     Future.exception(future)
 
@@ -487,7 +487,7 @@ class _Saves:
                 _core.fault_point("wait for the save before", path)
                 # Other ranks may already wait for this rank in the next save.
                 with ranks.alive(running.moved):
-                    wait_quietly(running.committed)
+                    wait_until_done(running.committed)
             yield
 
     def start(self, save: BackgroundSave) -> AsyncSave:
@@ -661,7 +661,7 @@ def start(
     try:
         if staging == "blocking":
             save.begin()
-            wait_quietly(save.staged)
+            wait_until_done(save.staged)
         save.metrics.blocked_s = time.perf_counter() - begun
         return handle
     finally:

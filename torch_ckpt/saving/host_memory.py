@@ -126,7 +126,7 @@ def reserve_pool(
 
 def reserve_in_background(bytes: int, device: torch.device | int | None) -> None:
     """Calls :func:`reserve_pool` without waiting. Logs errors instead of raising them."""
-    _reserve.make_quietly(bytes, device)
+    _reserve.make_or_log(bytes, device)
 
 
 def reserve_for_state(
@@ -292,7 +292,7 @@ class Reserve:
         self._start(total, ordinal, logging.WARNING)
         return _core.reserved_bytes()
 
-    def make_quietly(self, bytes: int, device: torch.device | str | int | None) -> None:
+    def make_or_log(self, bytes: int, device: torch.device | str | int | None) -> None:
         """Implements :func:`reserve_in_background`."""
         try:
             self.make(bytes, device, wait=False)
@@ -365,7 +365,7 @@ class Reserve:
         if self.is_closed:
             return
         thread = threading.Thread(
-            target=self._grow_quietly,
+            target=self._grow_or_log,
             args=(total, ordinal, log_level),
             name="torch_ckpt reserve",
             daemon=True,
@@ -394,7 +394,7 @@ class Reserve:
             there = _core.grow_reserve(step, device, background)
         return there
 
-    def _grow_quietly(self, total: int, device: int, log_level: int) -> None:
+    def _grow_or_log(self, total: int, device: int, log_level: int) -> None:
         try:
             self._grow(total, device, Background(), log_level)
         except Exception as error:

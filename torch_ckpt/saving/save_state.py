@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt import _C
 from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt.checkpoint.chunks import chunks_here, hash_layout, require_consecutive
+from torch_ckpt.checkpoint.chunks import hash_layout, local_chunks, require_consecutive
 from torch_ckpt.checkpoint.flat_state import describe, flatten_sharded_tensors
 from torch_ckpt.checkpoint.objects import pickled, unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
@@ -63,7 +63,7 @@ class SaveState:
         refuse_capture()
         #: Watches the tensors of a snapshot; None for other states.
         self.watch = _C.SourceWatch() if snapshot else None
-        self._flat = _C.FlatState(state_dict, chunks_here, self.watch)
+        self._flat = _C.FlatState(state_dict, local_chunks, self.watch)
         self.tensor_bytes = self._flat.tensor_bytes()
         for row in self._flat.unplanned():
             value = self._flat.value(row)
@@ -215,7 +215,7 @@ class SaveState:
 
     def release(self) -> None:
         """Releases all values, except the tensors that the watch still watches."""
-        self._flat = _C.FlatState({}, chunks_here)
+        self._flat = _C.FlatState({}, local_chunks)
 
     # --- private ---------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         self.write_options()  # refuses invalid options now, not in the first save
         self._is_staged = False
         self._commits = False
-        self._is_alone = False
+        self._is_single_rank = False
         self._target: DirectoryTarget | None = None
         #: See :class:`torch_ckpt.checkpoint.lease.DirectoryLease`.
         self.ends_earlier_leases = True
@@ -149,7 +149,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans = super().prepare_global_plan(plans)
-        self._is_alone = len(plans) == 1
+        self._is_single_rank = len(plans) == 1
         if self.lease is None or not self.use_collectives:
             return plans
         # Set the prefix again, because a cached plan has the prefix of an earlier save.
@@ -162,7 +162,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         try:
             return self._write_files(plan, planner)
         except BaseException:
-            if self._is_alone:
+            if self._is_single_rank:
                 self.abandon()
             raise
         finally:

@@ -459,9 +459,9 @@ def fill(
             )
             for key, part in loaded.items()
         }
-        is_alike = type(own) is type(loaded)
-        is_alike |= keeps_types and (is_root or type(loaded) is dict)
-        if not (is_alike and (is_filled or type(own) is not dict)):
+        has_same_type = type(own) is type(loaded)
+        has_same_type |= keeps_types and (is_root or type(loaded) is dict)
+        if not (has_same_type and (is_filled or type(own) is not dict)):
             return map_children(loaded, lambda _part, key: parts[key])
         own.clear()
         for key, part in parts.items():

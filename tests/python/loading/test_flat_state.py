@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from torch_ckpt import _C
-from torch_ckpt.checkpoint.chunks import chunks_here
+from torch_ckpt.checkpoint.chunks import local_chunks
 
 KEYS = st.one_of(st.text("ab.", max_size=2), st.integers(0, 3))
 LEAVES = st.sampled_from(
@@ -37,9 +37,9 @@ def test_names_paths_and_values_equal_those_of_torch(state: dict[Any, Any]) -> N
         flat, paths = flatten_state_dict(state)
     except ValueError as error:
         with pytest.raises(ValueError, match=str(error)):
-            _C.FlatState(state, chunks_here)
+            _C.FlatState(state, local_chunks)
         return
-    rows = _C.FlatState(state, chunks_here)
+    rows = _C.FlatState(state, local_chunks)
     assert rows.names() == list(flat)
     for number, (name, value) in enumerate(flat.items()):
         assert rows.value(number) is value
@@ -47,7 +47,7 @@ def test_names_paths_and_values_equal_those_of_torch(state: dict[Any, Any]) -> N
 
 
 def test_names_can_have_surrogates() -> None:
-    rows = _C.FlatState({"\udc80": {"\ud800": 1}}, chunks_here)
+    rows = _C.FlatState({"\udc80": {"\ud800": 1}}, local_chunks)
     assert rows.names() == ["\udc80.\ud800"]
 
 
@@ -57,18 +57,18 @@ def test_an_exception_of_a_key_is_raised() -> None:
             raise KeyError("no text")
 
     with pytest.raises(KeyError, match="no text"):
-        _C.FlatState({"a": {Key(): 1}}, chunks_here)
+        _C.FlatState({"a": {Key(): 1}}, local_chunks)
 
 
 def test_a_state_dict_that_contains_itself_is_refused() -> None:
     state: dict[str, Any] = {}
     state["self"] = state
     with pytest.raises(RecursionError):
-        _C.FlatState(state, chunks_here)
+        _C.FlatState(state, local_chunks)
 
 
 def test_a_removed_value_can_be_replaced_by_another_of_its_name() -> None:
-    rows = _C.FlatState({"a": 1, "b": torch.zeros(2)}, chunks_here)
+    rows = _C.FlatState({"a": 1, "b": torch.zeros(2)}, local_chunks)
     with pytest.raises(ValueError, match="duplicated flatten key a"):
         rows.add("a", ("a",), 2)
     rows.remove(0)
@@ -79,7 +79,7 @@ def test_a_removed_value_can_be_replaced_by_another_of_its_name() -> None:
 
 
 def test_indexes_of_absent_items_and_reads_are_refused() -> None:
-    rows = _C.FlatState({}, chunks_here)
+    rows = _C.FlatState({}, local_chunks)
     for use in (rows.name, rows.value, rows.path, rows.remove):
         with pytest.raises(IndexError):
             use(0)

@@ -208,7 +208,7 @@ def test_a_group_is_deleted_after_the_thread_that_watches_it_has_ended() -> None
 
     watch = PreemptionWatch(cast(RankGroup, Slow()), (), None, POLL, PATIENCE)
     assert asking.wait(PATIENCE)
-    with in_thread(watch._group_has_gone):
+    with in_thread(watch._group_was_destroyed):
         assert not answered.wait(POLL)
         answered.set()
     assert not watch._thread.is_alive()
