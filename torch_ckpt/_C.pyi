@@ -28,7 +28,8 @@ class Save:
     """The write of one rank's files in a save (csrc/torch/tensor_save.h).
 
     ``watch`` detects writes to the sources of a snapshot; without it, no source changes before the
-    end. One thread calls ``start``, ``run``, ``give_up`` and ``finish``; any thread the others.
+    end. One thread calls ``start``, ``run``, ``cancel_and_wait`` and ``finish``; any thread may
+    call the other methods.
     """
 
     def __init__(self, watch: SourceWatch | None = None) -> None: ...
@@ -64,7 +65,7 @@ class Save:
         ``seconds``. Raises the error of the save.
         """
 
-    def give_up(self) -> list[str]:
+    def cancel_and_wait(self) -> list[str]:
         """Cancels the save, and waits for its end. Returns the names of files that exist
         nevertheless."""
 
@@ -72,7 +73,7 @@ class Save:
         """Releases all memory of a save that has ended or will not start. Returns the files."""
 
     def cancel(self) -> None: ...
-    def hold_back(self, streams: list[tuple[int, int]], seconds: float) -> bool | None:
+    def make_streams_wait(self, streams: list[tuple[int, int]], seconds: float) -> bool | None:
         """Makes streams of devices wait for the copies. Returns None if the copies were not
         submitted in time; then call it again."""
 
@@ -161,7 +162,7 @@ class SaveSources:
 class FlatState:
     """A state dict as rows, one for each value, with the names that torch's planners give them.
 
-    ``chunks_here`` returns the ChunkStorageMetadata of this rank's shards of a DTensor. With
+    ``local_chunks`` returns the ChunkStorageMetadata of this rank's shards of a DTensor. With
     ``watch``, plain tensors and DTensors are held by aliases and added to the watch. Raises
     ValueError if two values have the same name.
     """
@@ -169,7 +170,7 @@ class FlatState:
     def __init__(
         self,
         state_dict: Any,
-        chunks_here: Callable[[Any], list[Any]],
+        local_chunks: Callable[[Any], list[Any]],
         watch: SourceWatch | None = None,
     ) -> None: ...
     def contents(self, hash_layout: Callable[[Any, Any], int]) -> tuple[bytes, bytes]:
@@ -196,7 +197,7 @@ class FlatState:
         without a mesh.
         """
 
-    def unready(self, assignment: bytes) -> list[tuple[int, int, Any, int]]:
+    def items_to_convert(self, assignment: bytes) -> list[tuple[int, int, Any, int]]:
         """Items that must be converted with ``set_item`` before ``sources``: objects, tensors that
         must be cloned or pickled, and the parts of described tensors.
 
@@ -226,13 +227,10 @@ class FlatState:
         """Size of all plain tensors and DTensors. A DTensor counts with the size of the complete
         tensor."""
 
-    def others(self) -> list[int]:
-        """Rows that are neither plain tensors nor DTensors."""
-
     def objects(self) -> list[int]:
         """Numbers of the values that are saved as objects."""
 
-    def unplanned(self) -> list[int]:
+    def described_by_torch(self) -> list[int]:
         """Numbers of the tensors that only torch can describe."""
 
     def on_meta(self) -> list[int]:
@@ -394,7 +392,7 @@ class MatchReport:
 class LoadState(FlatState):
     """The targets of a load: a flattened state dict, and what a checkpoint has for it."""
 
-    def __init__(self, state_dict: Any, chunks_here: Callable[[Any], list[Any]]) -> None: ...
+    def __init__(self, state_dict: Any, local_chunks: Callable[[Any], list[Any]]) -> None: ...
     def match(
         self, index: CheckpointIndex, rule: SizeRule, chosen: Callable[[str], bool] | None
     ) -> MatchReport:

@@ -372,7 +372,7 @@ class DirectoryLease:
 
         Raises NotCommitted and DurabilityUncertain.
         """
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Removes the save's files and ends the lease."""
     def remove(self, names: list[str]) -> None: ...
     def close(self) -> None:
@@ -681,7 +681,7 @@ class CheckpointIndex:
         Raises KeyError if there is no such name.
         """
 
-    def strays(self) -> list[tuple[str, StoredShard]]:
+    def undescribed_records(self) -> list[tuple[str, StoredShard]]:
         """Names and locations of records that the metadata does not describe."""
 
     def uncovered(self) -> dict[str, str]:

@@ -223,7 +223,7 @@ PublishOutcome Lease::commit(Pieces contents, const std::set<std::string>& files
   return outcome;
 }
 
-void Lease::abandon(const NamedFiles& named, Warnings& warnings) {
+void Lease::discard(const NamedFiles& named, Warnings& warnings) {
   sweep(nullptr, named, warnings);
 }
 

@@ -87,7 +87,7 @@ Result<bool> share(os::Directory& directory, double patience_s,
 // A save's hold on a checkpoint's directory. The coordinator has a lease; if ranks save
 // independently, every rank has one.
 //
-// End a lease with exactly one call of commit(), abandon() or close(). The destructor only closes
+// End a lease with exactly one call of commit(), discard() or close(). The destructor only closes
 // the descriptor.
 class Lease {
  public:
@@ -106,7 +106,7 @@ class Lease {
   PublishOutcome commit(Pieces contents, const std::set<std::string>& files, PublishMode mode,
                         const NamedFiles& named, Warnings& warnings);
   /// Ends the lease of a failed save and removes the save's files on all ranks.
-  void abandon(const NamedFiles& named, Warnings& warnings);
+  void discard(const NamedFiles& named, Warnings& warnings);
   /// Ends the lease without removing files; for ranks that do not commit, because the lease of the
   /// committing rank protects all files.
   void close() { directory_.close(); }

@@ -44,8 +44,8 @@ Result<> CheckpointVerification::add(const CheckpointIndex& index,
                      planning::describe(*coverage, index.entries()[number].shard_count));
     }
   }
-  for (const CheckpointIndex::Stray& stray : index.strays()) {
-    add_record(index, index.text(stray.name), stray.shard, nullptr);
+  for (const CheckpointIndex::UndescribedRecord& record : index.undescribed_records()) {
+    add_record(index, index.text(record.name), record.shard, nullptr);
   }
   return {};
 }

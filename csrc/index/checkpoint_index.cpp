@@ -106,7 +106,7 @@ class IndexBuilder {
  private:
   using Entry = CheckpointIndex::Entry;
   using Shard = CheckpointIndex::Shard;
-  using Stray = CheckpointIndex::Stray;
+  using UndescribedRecord = CheckpointIndex::UndescribedRecord;
   using TextRef = CheckpointIndex::TextRef;
 
   static constexpr std::uint32_t kNone = CheckpointIndex::kNone;
@@ -538,10 +538,10 @@ class IndexBuilder {
       }
     }
     if (shard == nullptr) {
-      Stray& stray = index_.strays_.emplace_back();
-      stray.name = added_text(key.name);
-      stray.offsets = offsets;
-      shard = &stray.shard;
+      UndescribedRecord& record = index_.undescribed_records_.emplace_back();
+      record.name = added_text(key.name);
+      record.offsets = offsets;
+      shard = &record.shard;
     }
     shard->file = location.file;
     shard->offset = location.offset;

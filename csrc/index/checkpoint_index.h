@@ -31,7 +31,7 @@ class CheckpointIndex : public EntryTable {
   static constexpr std::size_t kMaxNameBytes = std::size_t{64} << 10;
 
   /// A record for an entry or shard that the metadata does not describe.
-  struct Stray {
+  struct UndescribedRecord {
     TextRef name;
     std::uint32_t offsets = kNone;
     Shard shard;
@@ -53,7 +53,7 @@ class CheckpointIndex : public EntryTable {
   /// Errc::invalid_argument unless there is exactly one name for each entry and all names differ.
   Result<CheckpointIndex> renamed(std::span<const std::string> names) const;
 
-  std::span<const Stray> strays() const { return strays_; }
+  std::span<const UndescribedRecord> undescribed_records() const { return undescribed_records_; }
   /// Duration of each phase of the save on each rank, as unchecked JSON; empty if unknown.
   std::string_view phases() const { return text(phases_); }
 
@@ -63,7 +63,7 @@ class CheckpointIndex : public EntryTable {
 
   CheckpointIndex() = default;
 
-  std::vector<Stray> strays_;
+  std::vector<UndescribedRecord> undescribed_records_;
   TextRef phases_;
 };
 

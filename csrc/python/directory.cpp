@@ -200,10 +200,10 @@ void bind_directory(py::module_& module) {
       .def_property_readonly("tag", &directory::Lease::tag)
       .def("commit", &commit, py::arg("metadata"), py::arg("files"), py::arg("sync"),
            py::arg("replace"))
-      .def("abandon",
+      .def("discard",
            [](directory::Lease& self) {
              run_and_warn([&](directory::Warnings& warnings) {
-               self.abandon(directory::named_files, warnings);
+               self.discard(directory::named_files, warnings);
              });
            })
       .def(

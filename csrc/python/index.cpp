@@ -62,14 +62,15 @@ py::list shards_of(const CheckpointIndex& index, const py::str& name) {
 }
 
 /// Returns the name and shard of each record that the metadata does not describe.
-py::list strays_of(const CheckpointIndex& index) {
-  // Create one string per name, because many strays may share a long name.
+py::list undescribed_records_of(const CheckpointIndex& index) {
+  // Create one string per name, because many records may share a long name.
   std::map<std::uint64_t, py::object> names;
-  return list_of(index.strays(), [&](const CheckpointIndex::Stray& stray) {
-    py::object& name = names[stray.name.at];
-    if (!name) name = text_of(index.text(stray.name));
-    return py::make_tuple(name, shard_of(index, stray.shard));
-  });
+  return list_of(index.undescribed_records(),
+                 [&](const CheckpointIndex::UndescribedRecord& record) {
+                   py::object& name = names[record.name.at];
+                   if (!name) name = text_of(index.text(record.name));
+                   return py::make_tuple(name, shard_of(index, record.shard));
+                 });
 }
 
 py::list files_of(const CheckpointIndex& index) {
@@ -261,7 +262,7 @@ void bind_index(py::module_& module) {
       .def("files", &files_of)
       .def("tensor", &tensor_of, py::arg("name"))
       .def("shards", &shards_of, py::arg("name"))
-      .def("strays", &strays_of)
+      .def("undescribed_records", &undescribed_records_of)
       .def("uncovered", &uncovered)
       .def_property_readonly("stored_bytes", &CheckpointIndex::stored_bytes)
       .def("tables", &tables_of)

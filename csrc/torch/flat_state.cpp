@@ -81,13 +81,13 @@ bool plans_itself(PyObject* tensor) {
 
 }  // namespace
 
-FlatState::FlatState(PyObject* state_dict, PyObject* chunks_here,
+FlatState::FlatState(PyObject* state_dict, PyObject* local_chunks,
                      std::shared_ptr<SourceWatch> watch)
     : mapping_class_(imported("collections.abc", "Mapping")),
       dtensor_class_(imported("torch.distributed.tensor", "DTensor")),
       sharded_tensor_class_(
           imported("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")),
-      chunks_here_(PythonRef::to(chunks_here)),
+      local_chunks_(PythonRef::to(local_chunks)),
       watch_(std::move(watch)),
       placements_(checked(PyDict_New())) {
   nodes_.emplace_back();
@@ -311,7 +311,7 @@ std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
   const std::uint32_t layout = layout_of(mesh.get(), placements.get(), std::get<1>(key));
   if (layouts_[layout].has_partial) return 0;
   const PythonRef chunks =
-      checked(PyObject_CallFunctionObjArgs(chunks_here_.get(), value, nullptr));
+      checked(PyObject_CallFunctionObjArgs(local_chunks_.get(), value, nullptr));
   std::uint32_t box_number = 0;
   if (PyList_Check(chunks.get()) && PyList_GET_SIZE(chunks.get()) <= 1) {
     LocalBox box;
@@ -473,7 +473,7 @@ planning::RankState FlatState::to_rank_state(std::span<const std::uint64_t> layo
   return made;
 }
 
-std::vector<std::uint32_t> FlatState::unready(std::span<const std::uint32_t> items) const {
+std::vector<std::uint32_t> FlatState::items_to_convert(std::span<const std::uint32_t> items) const {
   std::vector<std::uint32_t> found;
   for (const std::uint32_t item : items) {
     const Row& row = rows_.at(row_of_item(item));

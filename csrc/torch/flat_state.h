@@ -87,11 +87,11 @@ class FlatState {
   };
 
   /// Raises ValueError if two values have the same name, and passes on the exceptions of
-  /// `chunks_here` and of keys.
+  /// `local_chunks` and of keys.
   ///
-  /// chunks_here: given a DTensor, returns torch's list of the chunks that this rank has.
+  /// local_chunks: given a DTensor, returns torch's list of the chunks that this rank has.
   /// watch: if not null, this is a snapshot, and its tensors are added to the watch.
-  FlatState(PyObject* state_dict, PyObject* chunks_here,
+  FlatState(PyObject* state_dict, PyObject* local_chunks,
             std::shared_ptr<SourceWatch> watch = nullptr);
   ~FlatState() = default;
   FlatState(const FlatState&) = delete;
@@ -134,7 +134,7 @@ class FlatState {
   /// Returns the given items without those that the engine can write as they are. The items that
   /// remain must be converted first: objects must be pickled, some tensors cloned or pickled, and
   /// the parts of described tensors looked up.
-  std::vector<std::uint32_t> unready(std::span<const std::uint32_t> items) const;
+  std::vector<std::uint32_t> items_to_convert(std::span<const std::uint32_t> items) const;
   /// Returns a fingerprint (torch/fingerprint.h) of each replicated tensor, in the order of the
   /// rows; 0 for a tensor that is not plain. Runs without the GIL; the caller does not change the
   /// state in the meantime.
@@ -188,7 +188,7 @@ class FlatState {
   PythonRef mapping_class_;
   PythonRef dtensor_class_;
   PythonRef sharded_tensor_class_;
-  PythonRef chunks_here_;
+  PythonRef local_chunks_;
   std::shared_ptr<SourceWatch> watch_;
   std::vector<Tensor> unasked_;  // tensors whose math bits are unknown
   PythonRef placements_;         // a dict from placements to numbers

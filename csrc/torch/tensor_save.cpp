@@ -191,7 +191,7 @@ void Save::wait_until(Event event, const Callbacks& callbacks, double seconds) {
   session->outcome().value();
 }
 
-std::vector<std::string> Save::give_up() {
+std::vector<std::string> Save::cancel_and_wait() {
   if (session_ == nullptr) return {};
   {
     const python::ReleasedGil released;
@@ -221,8 +221,8 @@ void Save::cancel() {
   if (session_ != nullptr) session_->cancel();
 }
 
-std::optional<bool> Save::hold_back(std::span<const std::pair<int, std::uintptr_t>> streams,
-                                    double seconds) {
+std::optional<bool> Save::make_streams_wait(std::span<const std::pair<int, std::uintptr_t>> streams,
+                                            double seconds) {
   const auto deadline = std::chrono::steady_clock::now() + milliseconds_of(seconds);
   const bool is_settled = wait_without_gil([&] {
     const os::MutexLock lock(mutex_);

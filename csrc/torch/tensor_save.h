@@ -81,8 +81,9 @@ class SaveSources {
 //      meantime, and all sources are released.
 //   4. run() waits until the files are written and durable, and finish() returns them.
 //
-// One thread calls start(), run(), give_up() and finish(); any thread may call the other functions.
-// Times are in seconds since start(). All functions need the GIL, and release it while they wait.
+// One thread calls start(), run(), cancel_and_wait() and finish(); any thread may call the other
+// functions. Times are in seconds since start(). All functions need the GIL, and release it while
+// they wait.
 class Save {
  public:
   /// watch: nullptr if the caller changes no source before the end.
@@ -103,11 +104,11 @@ class Save {
     std::function<void()> on_wait;    // every `seconds` of a wait, and at its end
   };
   /// Waits for the end. Returns the names of the sources that were written to too early: then the
-  /// caller must call give_up(). Throws the error of the save.
+  /// caller must call cancel_and_wait(). Throws the error of the save.
   std::vector<std::string> run(const Callbacks& callbacks, double seconds);
   /// Cancels the save unless it has ended, and waits for its end. Returns the names of its files if
   /// they exist nevertheless.
-  std::vector<std::string> give_up();
+  std::vector<std::string> cancel_and_wait();
   /// Ends the object's part in the save, which has ended or will not start. Releases all memory.
   /// Returns the files of a save that has succeeded.
   std::vector<format::FileResult> finish();
@@ -118,8 +119,8 @@ class Save {
   /// afterwards by work on these streams, and by the caller if they are on the host. Returns
   /// nothing if the copies were not submitted within `seconds`; then call it again. Throws if a
   /// stream cannot wait, for example because it captures a CUDA graph.
-  std::optional<bool> hold_back(std::span<const std::pair<int, std::uintptr_t>> streams,
-                                double seconds);
+  std::optional<bool> make_streams_wait(std::span<const std::pair<int, std::uintptr_t>> streams,
+                                        double seconds);
   /// Returns seconds until staged and until ended, and the thread seconds spent on staging,
   /// checksums, writes and fsyncs. Zeros before start().
   std::array<double, 6> timing() const;

@@ -256,10 +256,10 @@ void bind_load(py::module_& module) {
       .def_property_readonly("loaded_keys", converted<&MatchReport::loaded_keys, names_of>())
       .def_property_readonly("absent_keys", converted<&MatchReport::absent_keys, names_of>());
   py::class_<LoadState, FlatState>(module, "LoadState")
-      .def(py::init([](const py::object& state_dict, const py::object& chunks_here) {
-             return std::make_unique<LoadState>(state_dict.ptr(), chunks_here.ptr());
+      .def(py::init([](const py::object& state_dict, const py::object& local_chunks) {
+             return std::make_unique<LoadState>(state_dict.ptr(), local_chunks.ptr());
            }),
-           py::arg("state_dict"), py::arg("chunks_here"))
+           py::arg("state_dict"), py::arg("local_chunks"))
       .def(
           "match",
           [](LoadState& state, const CheckpointIndex& index, SizeRule rule,

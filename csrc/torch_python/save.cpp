@@ -117,13 +117,13 @@ void bind_save(py::module_& module) {
           },
           py::arg("on_staged") = py::none(), py::arg("on_wait") = py::none(),
           py::arg("seconds") = 1.0)
-      .def("give_up", [](Save& save) { return texts_of(save.give_up()); })
+      .def("cancel_and_wait", [](Save& save) { return texts_of(save.cancel_and_wait()); })
       .def("finish", [](Save& save) { return WrittenFiles(save.finish()); })
       .def("cancel", &Save::cancel)
       .def(
-          "hold_back",
+          "make_streams_wait",
           [](Save& save, const std::vector<std::pair<int, std::uintptr_t>>& streams,
-             double seconds) { return save.hold_back(streams, seconds); },
+             double seconds) { return save.make_streams_wait(streams, seconds); },
           py::arg("streams"), py::arg("seconds"))
       .def("timing", &Save::timing)
       .def("progress", &Save::progress)

@@ -82,9 +82,9 @@ py::bytes encoded(const std::vector<std::uint32_t>& numbers) {
 /// Returns a tuple for each item that Python must convert for the engine: the number of the item,
 /// its row, its value, and its number among the items of the row. The value of a DTensor is the
 /// local tensor.
-py::list unready_values(const FlatState& state, const py::bytes& assignment) {
+py::list values_to_convert(const FlatState& state, const py::bytes& assignment) {
   py::list values;
-  for (const std::uint32_t item : state.unready(numbers_of(assignment))) {
+  for (const std::uint32_t item : state.items_to_convert(numbers_of(assignment))) {
     const std::uint32_t number = state.row_of_item(item);
     const FlatState::Row& row = state.row(number);
     const auto value = row.kind == FlatState::Kind::dtensor
@@ -245,14 +245,14 @@ void bind_state(py::module_& module) {
       .def_property_readonly("nbytes", &SaveSources::bytes)
       .def("devices", [](const SaveSources& sources) { return devices_of(sources.devices()); });
   py::class_<FlatState>(module, "FlatState")
-      .def(py::init([](const py::object& state_dict, const py::object& chunks_here,
+      .def(py::init([](const py::object& state_dict, const py::object& local_chunks,
                        std::shared_ptr<SourceWatch> watch) {
-             return std::make_unique<FlatState>(state_dict.ptr(), chunks_here.ptr(),
+             return std::make_unique<FlatState>(state_dict.ptr(), local_chunks.ptr(),
                                                 std::move(watch));
            }),
-           py::arg("state_dict"), py::arg("chunks_here"), py::arg("watch") = nullptr)
+           py::arg("state_dict"), py::arg("local_chunks"), py::arg("watch") = nullptr)
       .def("contents", &contents_of, py::arg("hash_layout"))
-      .def("unready", &unready_values, py::arg("assignment"))
+      .def("items_to_convert", &values_to_convert, py::arg("assignment"))
       .def("sources", &sources_of, py::arg("assignment"), py::arg("with_names"))
       .def("parts", &parts_of, py::arg("assignment"), py::arg("places"), py::arg("cast"))
       .def(
@@ -293,9 +293,9 @@ void bind_state(py::module_& module) {
           },
           py::arg("row"))
       .def("tensor_bytes", &FlatState::tensor_bytes)
-      .def("others", numbers_where([](const Row& row) { return !row.has_tensor(); }))
       .def("objects", numbers_where([](const Row& row) { return row.kind == Kind::object; }))
-      .def("unplanned", numbers_where([](const Row& row) { return row.kind == Kind::other; }))
+      .def("described_by_torch",
+           numbers_where([](const Row& row) { return row.kind == Kind::other; }))
       .def("describe", &describe, py::arg("row"), py::arg("dtype"), py::arg("requires_grad"),
            py::arg("size"), py::arg("boxes"), py::arg("layout"))
       .def("on_meta",

@@ -254,12 +254,12 @@ TEST_F(LeaseTest, ACommitWhoseRenameMayStillBeCarriedOutRemovesNothing) {
   EXPECT_TRUE(is_free());
 }
 
-TEST_F(LeaseTest, AbandoningRemovesTheFilesOfTheSaveOnly) {
+TEST_F(LeaseTest, DiscardingRemovesTheFilesOfTheSaveOnly) {
   has("__0_0.distcp", "old");
   has(".metadata", "__0_0.distcp\n");
   Lease lease = take();
   has("__0_" + lease.tag() + "0.distcp", "new");
-  lease.abandon(named, warnings_);
+  lease.discard(named, warnings_);
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
   EXPECT_EQ(warnings_, Warnings());
 }
@@ -267,7 +267,7 @@ TEST_F(LeaseTest, AbandoningRemovesTheFilesOfTheSaveOnly) {
 TEST_F(LeaseTest, NothingIsRemovedIfMetadataCannotBeRead) {
   has("__0_0.distcp", "perhaps named");
   has("__7.metadata", "damaged");
-  take().abandon(named, warnings_);
+  take().discard(named, warnings_);
   EXPECT_EQ(directory_.names(), (Names{"__0_0.distcp", "__7.metadata"}));
   ASSERT_EQ(warnings_.size(), 1);
   EXPECT_EQ(warnings_[0], "unused files are left in " + directory_.path() + ": cannot be read");
@@ -276,7 +276,7 @@ TEST_F(LeaseTest, NothingIsRemovedIfMetadataCannotBeRead) {
 TEST_F(LeaseTest, NothingIsRemovedBeforeTheDirectoryIsDurable) {
   has("__0_0.distcp", "perhaps named by metadata that a power cut brings back");
   ScopedFaultHook hook(NthCallFails("fsync_directory", 1, EIO));
-  take().abandon(named, warnings_);
+  take().discard(named, warnings_);
   EXPECT_EQ(directory_.names(), Names{"__0_0.distcp"});
   EXPECT_EQ(warnings_.size(), 1);
 }
@@ -285,7 +285,7 @@ TEST_F(LeaseTest, AFileThatCannotBeRemovedIsAWarningAndOtherFilesAreRemoved) {
   has("__0_0.distcp");
   has("__1_0.distcp");
   ScopedFaultHook hook(NthCallFails("unlink", 1, EACCES));
-  take().abandon(named, warnings_);
+  take().discard(named, warnings_);
   EXPECT_EQ(directory_.names(), Names{"__0_0.distcp"});
   ASSERT_EQ(warnings_.size(), 1);
   EXPECT_TRUE(warnings_[0].starts_with("an unused file could not be removed: unlink " +
@@ -310,7 +310,7 @@ TEST_F(LeaseTest, AnExceptionDuringTheRemovalIsAWarning) {
     throw std::runtime_error("thrown");
   };
   remove_own(open_directory(directory_), {"__0_0.distcp"}, throws, warnings_);
-  take().abandon(throws, warnings_);
+  take().discard(throws, warnings_);
   EXPECT_EQ(warnings_, (Warnings(2, "unused files are left in " + directory_.path() +
                                         ": removing them: thrown")));
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));

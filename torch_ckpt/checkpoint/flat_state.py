@@ -22,7 +22,7 @@ from torch_ckpt.errors import CheckpointError
 def flatten_sharded_tensors(flat: _C.FlatState) -> None:
     """Replaces each ShardedTensor whose shards are ShardedTensors with this rank's shard, or
     removes it if this rank has none, as torch does."""
-    for row in flat.unplanned():
+    for row in flat.described_by_torch():
         value = flat.value(row)
         if isinstance(value, ShardedTensor):
             name = flat.name(row)

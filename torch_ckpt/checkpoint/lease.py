@@ -57,14 +57,14 @@ class DirectoryLease:
         key = threading.get_ident(), *directory.identity()
         other = self._last.get(key)
         if other is not None and ends_earlier:
-            other.abandon()
+            other.discard()
         self._held = _core.DirectoryLease(directory, rank, patience)
         self._path = directory.path
         # Keeps the thread that starts the next save from closing the descriptor while another
         # thread uses it to remove files of a cancelled save. Reentrant, because a signal handler
         # may start a save.
         self._lock = threading.RLock()
-        self._abandon = weakref.finalize(self, _abandon, self._held, self._lock, os.getpid())
+        self._end = weakref.finalize(self, _discard, self._held, self._lock, os.getpid())
         if ends_earlier:
             self._last[key] = self
 
@@ -76,16 +76,16 @@ class DirectoryLease:
     @property
     def is_open(self) -> bool:
         """True if the lease has not ended."""
-        return self._abandon.alive
+        return self._end.alive
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Ends the lease and deletes the save's files. Has no effect once the commit has begun."""
-        self._abandon()
+        self._end()
 
     def hand_over(self) -> None:
         """Ends the lease without removing files, because another rank holds a lease that protects
         all files and will commit."""
-        if self._abandon.detach() is not None:
+        if self._end.detach() is not None:
             with self._lock:
                 self._held.close()
 
@@ -120,7 +120,7 @@ class DirectoryLease:
             DurabilityUncertain: the last fsync failed, or it is unknown whether the rename took
                 effect. No file was removed.
         """
-        if self._abandon.detach() is None:
+        if self._end.detach() is None:
             raise NotCommitted(
                 f"{self._path}: this save was abandoned before its commit, because the "
                 "interpreter is exiting or its thread started another save to the directory; "
@@ -130,14 +130,14 @@ class DirectoryLease:
             self._held.commit(metadata, list(files), sync, replace)
 
 
-def _abandon(held: _core.DirectoryLease, lock: threading.RLock, pid: int) -> None:
+def _discard(held: _core.DirectoryLease, lock: threading.RLock, pid: int) -> None:
     # In a forked child, only close the descriptor: the parent may continue the save. Do not take
     # the lock: it may be held by a thread that does not exist in the child.
     if os.getpid() != pid:
         held.close()
         return
     with lock:
-        held.abandon()
+        held.discard()
 
 
 def remove_own(directory: OpenDirectory, names: Iterable[str]) -> None:

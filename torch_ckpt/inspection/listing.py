@@ -314,8 +314,8 @@ def list_opened(
             )
         )
     if patterns is None:
-        strays = [shard for _name, shard in index.strays()]
-        count((file, at, length) for _o, _s, file, at, length, _t in strays if file is not None)
+        shards = [shard for _name, shard in index.undescribed_records()]
+        count((file, at, length) for _o, _s, file, at, length, _t in shards if file is not None)
 
     named = [_check_file(opened.directory, f, records[f], stored[f], ends[f]) for f in records]
     # An index of safetensors files is written after the files.

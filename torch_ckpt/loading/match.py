@@ -107,7 +107,7 @@ def compare(values: StateDict, state: _C.LoadState, stored: Stored, chosen: Chos
     """
     index = stored.index
     placeholders: list[Placeholder] = []
-    for row in state.others():
+    for row in state.objects():
         value = state.value(row)
         if not isinstance(value, Placeholder):
             continue

@@ -366,11 +366,11 @@ class WriteTask:
         """Deletes the files of a cancelled write and ends its lease."""
         lease, self._held = self._held, None
         if lease is not None and isinstance(self._outcome, dict):
-            # Delete them by name: abandon() deletes nothing while other ranks hold the directory.
+            # Delete them by name: discard() deletes nothing while other ranks hold the directory.
             results = itertools.chain.from_iterable(self._outcome.values())
             lease.remove({result.storage_data.relative_path for result in results})
         if lease is not None:
-            lease.abandon()
+            lease.discard()
 
     def _send_to_children(self) -> None:
         # A child that is forked from now on inherits the outcome.

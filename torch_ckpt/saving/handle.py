@@ -258,7 +258,7 @@ class BackgroundSave(SaveRun):
         streams = [(d.index, torch.cuda.current_stream(d).cuda_stream) for _event, d in self._ready]
         # The save itself reports its errors.
         with contextlib.suppress(Exception):
-            while self._write.hold_back(streams, 1.0) is None:
+            while self._write.make_streams_wait(streams, 1.0) is None:
                 if self.committed.done():
                     break
             return True

@@ -65,7 +65,7 @@ class SaveState:
         self.watch = _C.SourceWatch() if snapshot else None
         self._flat = _C.FlatState(state_dict, local_chunks, self.watch)
         self.tensor_bytes = self._flat.tensor_bytes()
-        for row in self._flat.unplanned():
+        for row in self._flat.described_by_torch():
             value = self._flat.value(row)
             # A ShardedTensor refuses the question.
             if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
@@ -73,7 +73,7 @@ class SaveState:
                 self.tensor_bytes += value.size().numel() * value.dtype.itemsize
         flatten_sharded_tensors(self._flat)
         if self.watch is not None:
-            for row in self._flat.others():
+            for row in sorted((*self._flat.objects(), *self._flat.described_by_torch())):
                 name, value = self._flat.name(row), self._flat.value(row)
                 if isinstance(value, IMMUTABLE):
                     continue
@@ -127,7 +127,7 @@ class SaveState:
                 single block.
         """
         begin = time.perf_counter()
-        for row in self._flat.unplanned():
+        for row in self._flat.described_by_torch():
             name, value = self._flat.name(row), self._flat.value(row)
             _require_values(name, value)
             require_consecutive(name, value)
@@ -157,7 +157,7 @@ class SaveState:
         found = array("I", self._flat.checksums(copies))
         # The engine cannot read tensors that are not plain.
         positions = {number: position for position, number in enumerate(numbers)}
-        for item, row, value, part in self._flat.unready(copies):
+        for item, row, value, part in self._flat.items_to_convert(copies):
             if row in self._described or not _C.is_plain(value):
                 found[positions[item]] = _checksum_of(self._tensor(row, value, part))
         return found.tobytes()
@@ -176,7 +176,7 @@ class SaveState:
             CheckpointError: a value cannot be pickled, or a tensor cannot be saved.
         """
         begin = time.perf_counter()
-        for item, row, value, part in self._flat.unready(items):
+        for item, row, value, part in self._flat.items_to_convert(items):
             if row in self._described or isinstance(value, torch.Tensor):
                 found = self._tensor(row, value, part)
             else:
@@ -200,7 +200,7 @@ class SaveState:
         """
         begin = time.perf_counter()
         # The engine itself makes tensors on devices contiguous.
-        for _item, row, value, _part in self._flat.unready(items):
+        for _item, row, value, _part in self._flat.items_to_convert(items):
             if not _C.is_plain(value):
                 raise CheckpointError(
                     f"{self._flat.name(row)}: safetensors files cannot hold a tensor of this "

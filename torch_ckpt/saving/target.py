@@ -254,7 +254,7 @@ class DirectoryTarget(Target):
     def discard(self) -> None:
         lease, self.lease = self.lease, None
         if lease is not None:
-            lease.abandon()  # removes the files of all ranks
+            lease.discard()  # removes the files of all ranks
         self._directory = None
 
 

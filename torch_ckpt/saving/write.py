@@ -130,7 +130,7 @@ def write_files(
         _core.fault_point("files are written", directory.path)
     except BaseException:
         # The error refers to this frame and thereby to `save`, so dropping `save` would not end it.
-        _core.remove_files(directory, save.give_up())
+        _core.remove_files(directory, save.cancel_and_wait())
         save.finish()
         # A kept error must not keep the directory open.
         del directory

@@ -26,15 +26,15 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> OpenDirectory:
     return OpenDirectory(path)
 
 
-def abandon(directory: OpenDirectory) -> None:
-    _core.DirectoryLease(directory, None, 1.0).abandon()
+def discard(directory: OpenDirectory) -> None:
+    _core.DirectoryLease(directory, None, 1.0).discard()
 
 
 def remove_own(directory: OpenDirectory) -> None:
     _core.remove_own(directory, ["__0_0.distcp"])
 
 
-@pytest.mark.parametrize("remove", [abandon, remove_own])
+@pytest.mark.parametrize("remove", [discard, remove_own])
 def test_metadata_that_cannot_be_read_is_warned_of_and_no_file_is_removed(
     directory: OpenDirectory, remove: Callable[[OpenDirectory], None]
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_lease_that_ends_during_a_removal_waits_for_it(
     remover = threading.Thread(target=lease.remove, args=(["__0_0.distcp"],))
     remover.start()
     assert removing.wait(LIMIT)
-    ender = threading.Thread(target=lambda: (lease.abandon(), done.append("ended")))
+    ender = threading.Thread(target=lambda: (lease.discard(), done.append("ended")))
     ender.start()
     assert not OpenDirectory(tmp_path).try_lock_exclusive()
     may_go_on.set()

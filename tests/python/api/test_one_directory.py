@@ -129,7 +129,7 @@ def test_an_abandoned_save_commits_nothing(tmp_path: Path) -> None:
     with held_save(tmp_path, 1) as raised:
         # The interpreter does so at exit if a daemon thread saves.
         for lease in list(DirectoryLease._last.values()):
-            lease.abandon()
+            lease.discard()
     (error,) = raised
     assert isinstance(error, dcp.CheckpointException)
     assert isinstance(cause_of(error), NotCommitted)
@@ -144,7 +144,7 @@ def test_a_save_that_is_being_committed_can_no_longer_be_abandoned(tmp_path: Pat
         leases = list(DirectoryLease._last.values())
         assert leases
         for lease in leases:
-            lease.abandon()
+            lease.discard()
 
     with before("rename", give_up):
         save(state_of(1), tmp_path)

@@ -66,7 +66,7 @@ def assert_equals_metadata(index: _core.CheckpointIndex, metadata: Metadata) -> 
             assert index.tensor(name) is None
             info = metadata.storage_data.get(MetadataIndex(name))
             assert index.shards(name) == [shard_of(None, info)]
-    assert index.strays() == []
+    assert index.undescribed_records() == []
     assert set(index.files()) == {i.relative_path for i in metadata.storage_data.values()}
 
 
@@ -113,10 +113,10 @@ def test_the_index_equals_random_metadata(seed: int) -> None:
     assert_equals_metadata(index_of(metadata, "here"), metadata)
 
 
-def test_a_record_without_a_description_is_listed_as_stray() -> None:
+def test_a_record_without_a_description_is_listed() -> None:
     info = _StorageInfo("__0_0.distcp", 0, 900)
     index = index_of(Metadata({}, {}, {MetadataIndex("lost"): info}), "here")
-    assert index.strays() == [("lost", shard_of(None, info))]
+    assert index.undescribed_records() == [("lost", shard_of(None, info))]
 
 
 @pytest.mark.parametrize(

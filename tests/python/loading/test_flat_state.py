@@ -72,10 +72,10 @@ def test_a_removed_value_can_be_replaced_by_another_of_its_name() -> None:
     with pytest.raises(ValueError, match="duplicated flatten key a"):
         rows.add("a", ("a",), 2)
     rows.remove(0)
-    assert rows.others() == []
+    assert rows.objects() == []
     rows.add("a", ("a",), 2)
     assert rows.value(0) == 2
-    assert rows.others() == [0]
+    assert rows.objects() == [0]
 
 
 def test_indexes_of_absent_items_and_reads_are_refused() -> None:

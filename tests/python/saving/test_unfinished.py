@@ -53,7 +53,7 @@ def stuck(tmp_path: Path) -> Iterator[_C.Save]:
         try:
             save.run(staged.set)
         except CheckpointError as error:
-            save.give_up()
+            save.cancel_and_wait()
             errors.append(error)
 
     running = threading.Thread(target=run)
