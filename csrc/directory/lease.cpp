@@ -145,14 +145,16 @@ Result<bool> share(os::Directory& directory, double patience_s,
   }
 }
 
-Lease::Lease(os::Directory directory, std::optional<int> rank, std::string tag, double patience_s)
+DirectoryLease::DirectoryLease(os::Directory directory, std::optional<int> rank, std::string tag,
+                               double patience_s)
     : directory_(std::move(directory)),
       rank_(rank),
       tag_(std::move(tag)),
       patience_s_(std::min(patience_s, kMaxPatienceForFiles)) {}
 
-Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> rank,
-                          double patience_s, const InterruptCheck& check_interrupt) {
+Result<DirectoryLease> DirectoryLease::take(const os::Directory& directory, std::optional<int> rank,
+                                            double patience_s,
+                                            const InterruptCheck& check_interrupt) {
   auto opened = directory.reopen();
   if (!opened) return opened.error();
   // Only a save that gets the exclusive lock may omit the tag, so of two saves that start at the
@@ -176,14 +178,14 @@ Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> ran
             "/proc/locks), then save again";
     return format_error(Errc::system, text.str());
   }
-  return Lease(std::move(*opened), rank,
-               *is_exclusive && is_empty ? std::string() : random_hex(kTagDigits) + "_",
-               patience_s);
+  return DirectoryLease(std::move(*opened), rank,
+                        *is_exclusive && is_empty ? std::string() : random_hex(kTagDigits) + "_",
+                        patience_s);
 }
 
 /// Checks that all files are in the directory. Waits up to patience_s_ for a missing file, because
 /// a network file system may cache for some time that a name does not exist.
-Result<> Lease::require_files(const std::set<std::string>& files) const {
+Result<> DirectoryLease::require_files(const std::set<std::string>& files) const {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration<double>(patience_s_);
   while (true) {
@@ -201,8 +203,9 @@ Result<> Lease::require_files(const std::set<std::string>& files) const {
   }
 }
 
-PublishOutcome Lease::commit(Pieces contents, const std::set<std::string>& files, PublishMode mode,
-                             const NamedFiles& named, Warnings& warnings) {
+PublishOutcome DirectoryLease::commit(Pieces contents, const std::set<std::string>& files,
+                                      PublishMode mode, const NamedFiles& named,
+                                      Warnings& warnings) {
   auto outcome = publish_contents(directory_, metadata_name(rank_), contents, mode,
                                   [&] { return require_files(files); });
   switch (outcome.state) {
@@ -223,11 +226,12 @@ PublishOutcome Lease::commit(Pieces contents, const std::set<std::string>& files
   return outcome;
 }
 
-void Lease::discard(const NamedFiles& named, Warnings& warnings) {
+void DirectoryLease::discard(const NamedFiles& named, Warnings& warnings) {
   sweep(nullptr, named, warnings);
 }
 
-void Lease::sweep(const Committed* committed, const NamedFiles& named, Warnings& warnings) {
+void DirectoryLease::sweep(const Committed* committed, const NamedFiles& named,
+                           Warnings& warnings) {
   warn_unless_done(directory_, warnings, [&]() -> Result<> {
     const auto is_exclusive = directory_.try_lock_exclusive();
     if (!is_exclusive) return is_exclusive.error();
@@ -236,8 +240,8 @@ void Lease::sweep(const Committed* committed, const NamedFiles& named, Warnings&
   close();
 }
 
-Result<> Lease::remove_unnamed(const Committed* committed, const NamedFiles& named,
-                               Warnings& warnings) {
+Result<> DirectoryLease::remove_unnamed(const Committed* committed, const NamedFiles& named,
+                                        Warnings& warnings) {
   if (committed != nullptr && !rank_) {
     // This commit supersedes the metadata of ranks that saved independently.
     auto names = directory_.names();

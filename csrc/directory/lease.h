@@ -89,12 +89,12 @@ Result<bool> share(os::Directory& directory, double patience_s,
 //
 // End a lease with exactly one call of commit(), discard() or close(). The destructor only closes
 // the descriptor.
-class Lease {
+class DirectoryLease {
  public:
   /// Opens its own descriptor of the directory. rank: the rank whose metadata the save writes;
   /// nullopt for the metadata of all ranks.
-  static Result<Lease> take(const os::Directory& directory, std::optional<int> rank,
-                            double patience_s, const InterruptCheck& check_interrupt);
+  static Result<DirectoryLease> take(const os::Directory& directory, std::optional<int> rank,
+                                     double patience_s, const InterruptCheck& check_interrupt);
 
   /// The text after the rank in the names of the save's data files; may be empty.
   const std::string& tag() const { return tag_; }
@@ -112,7 +112,8 @@ class Lease {
   void close() { directory_.close(); }
 
  private:
-  Lease(os::Directory directory, std::optional<int> rank, std::string tag, double patience_s);
+  DirectoryLease(os::Directory directory, std::optional<int> rank, std::string tag,
+                 double patience_s);
   Result<> require_files(const std::set<std::string>& files) const;
   /// The committed metadata and the files that it names.
   struct Committed {

@@ -77,17 +77,18 @@ Result<int> open_for_read(const Directory& directory, const Path& name, int) {
   return std::move(*file).release();
 }
 
-directory::Lease take_lease(const Directory& opened, std::optional<int> rank, double patience) {
+directory::DirectoryLease take_lease(const Directory& opened, std::optional<int> rank,
+                                     double patience) {
   Interrupts interrupts;
   return interrupts.run(
-      [&] { return directory::Lease::take(opened, rank, patience, interrupts.check()); });
+      [&] { return directory::DirectoryLease::take(opened, rank, patience, interrupts.check()); });
 }
 
 std::string_view chars_of(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-void commit(directory::Lease& lease, const index::EncodedMetadata& metadata,
+void commit(directory::DirectoryLease& lease, const index::EncodedMetadata& metadata,
             const std::vector<Path>& files, bool sync, bool replace) {
   const auto names = native(files);
   directory::Warnings warnings;
@@ -195,26 +196,26 @@ void bind_directory(py::module_& module) {
       .def("sync", &Directory::sync, NoGil())
       .def("bytes", &Directory::bytes, NoGil())
       .def("close", &Directory::close);
-  py::class_<directory::Lease>(module, "DirectoryLease")
+  py::class_<directory::DirectoryLease>(module, "DirectoryLease")
       .def(py::init(&take_lease), py::arg("directory"), py::arg("rank"), py::arg("patience"))
-      .def_property_readonly("tag", &directory::Lease::tag)
+      .def_property_readonly("tag", &directory::DirectoryLease::tag)
       .def("commit", &commit, py::arg("metadata"), py::arg("files"), py::arg("sync"),
            py::arg("replace"))
       .def("discard",
-           [](directory::Lease& self) {
+           [](directory::DirectoryLease& self) {
              run_and_warn([&](directory::Warnings& warnings) {
                self.discard(directory::named_files, warnings);
              });
            })
       .def(
           "remove",
-          [](const directory::Lease& self, const std::vector<Path>& names) {
+          [](const directory::DirectoryLease& self, const std::vector<Path>& names) {
             run_and_warn([&](directory::Warnings& warnings) {
               directory::remove_files(self.directory(), native(names), warnings);
             });
           },
           py::arg("names"))
-      .def("close", &directory::Lease::close);
+      .def("close", &directory::DirectoryLease::close);
   module.def("metadata_name", &directory::metadata_name, py::arg("rank"));
   module.def("choose_prefix", &directory::choose_prefix, py::arg("directory"), py::arg("prefix"),
              py::arg("taken") = std::set<std::string>(), NoGil());

@@ -34,8 +34,8 @@ Result<> keep_waiting() { return {}; }
 
 class LeaseTest : public ::testing::Test {
  protected:
-  Lease take(std::optional<int> rank = {}) {
-    auto lease = Lease::take(open_directory(directory_), rank, 0.0, keep_waiting);
+  DirectoryLease take(std::optional<int> rank = {}) {
+    auto lease = DirectoryLease::take(open_directory(directory_), rank, 0.0, keep_waiting);
     EXPECT_TRUE(ok(lease));
     return std::move(*lease);
   }
@@ -51,8 +51,8 @@ class LeaseTest : public ::testing::Test {
   PublishOutcome commit_new(PublishMode mode = {}) {
     return commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"}, mode);
   }
-  PublishOutcome commit(Lease lease, std::string_view contents, const std::set<std::string>& files,
-                        PublishMode mode = {}) {
+  PublishOutcome commit(DirectoryLease lease, std::string_view contents,
+                        const std::set<std::string>& files, PublishMode mode = {}) {
     return lease.commit({&contents, 1}, files, mode, named, warnings_);
   }
   bool is_free() {
@@ -76,14 +76,14 @@ TEST_F(LeaseTest, HasATagIfTheDirectoryHasFilesOfACheckpoint) {
 }
 
 TEST_F(LeaseTest, HasATagIfThereIsAnotherLease) {
-  const Lease first = take();
-  const Lease second = take();
+  const DirectoryLease first = take();
+  const DirectoryLease second = take();
   EXPECT_EQ(first.tag(), "");
   EXPECT_NE(second.tag(), "");
 }
 
 TEST_F(LeaseTest, PreventsTheExclusiveLockUntilItEnds) {
-  Lease lease = take();
+  DirectoryLease lease = take();
   EXPECT_FALSE(is_free());
   lease.close();
   EXPECT_TRUE(is_free());
@@ -92,7 +92,7 @@ TEST_F(LeaseTest, PreventsTheExclusiveLockUntilItEnds) {
 TEST_F(LeaseTest, CannotBeTakenWhileAnotherProcessHasTheExclusiveLock) {
   auto other = open_directory(directory_);
   ASSERT_TRUE(*other.try_lock_exclusive());
-  const auto lease = Lease::take(open_directory(directory_), {}, 0.0, keep_waiting);
+  const auto lease = DirectoryLease::take(open_directory(directory_), {}, 0.0, keep_waiting);
   ASSERT_TRUE(fails(lease, Errc::system));
   EXPECT_NE(lease.error().detail.str().find("held the exclusive lock for 0 s"), std::string::npos);
 }
@@ -100,7 +100,7 @@ TEST_F(LeaseTest, CannotBeTakenWhileAnotherProcessHasTheExclusiveLock) {
 TEST_F(LeaseTest, WaitsForTheReleaseOfTheExclusiveLock) {
   auto other = open_directory(directory_);
   ASSERT_TRUE(*other.try_lock_exclusive());
-  const auto lease = Lease::take(open_directory(directory_), {}, 60.0, [&]() -> Result<> {
+  const auto lease = DirectoryLease::take(open_directory(directory_), {}, 60.0, [&]() -> Result<> {
     other.close();
     return {};
   });
@@ -110,7 +110,7 @@ TEST_F(LeaseTest, WaitsForTheReleaseOfTheExclusiveLock) {
 TEST_F(LeaseTest, StopsWaitingAfterAnInterrupt) {
   auto other = open_directory(directory_);
   ASSERT_TRUE(*other.try_lock_exclusive());
-  const auto lease = Lease::take(open_directory(directory_), {}, 60.0, []() -> Result<> {
+  const auto lease = DirectoryLease::take(open_directory(directory_), {}, 60.0, []() -> Result<> {
     return format_error(Errc::cancelled, "interrupted");
   });
   EXPECT_TRUE(fails(lease, Errc::cancelled));
@@ -130,7 +130,7 @@ TEST_F(LeaseTest, ACommitRemovesFilesThatNoMetadataNames) {
 
 TEST_F(LeaseTest, ACommitRemovesNothingDuringAnotherSave) {
   has("__0_0.distcp", "of the other");
-  const Lease other = take();
+  const DirectoryLease other = take();
   has("__1_0.distcp", "new");
   EXPECT_EQ(commit(take(), "__1_0.distcp\n", {"__1_0.distcp"}).state, PublishState::published);
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp", "__1_0.distcp"}));
@@ -174,8 +174,8 @@ TEST_F(LeaseTest, ACommitKeepsTheFilesOfALaterCommit) {
 TEST_F(LeaseTest, WithoutLocksACommitKeepsTheFilesOfOtherSaves) {
   for (const int refusal : {ENOSYS, EOPNOTSUPP, EINVAL, ENOLCK}) {
     test::flock_errors.assign(100, refusal);
-    Lease first = take();
-    Lease second = take();
+    DirectoryLease first = take();
+    DirectoryLease second = take();
     EXPECT_NE(first.tag(), second.tag());
     const std::string mine = "__0_" + first.tag() + "0.distcp";
     const std::string other = "__1_" + second.tag() + "0.distcp";
@@ -257,7 +257,7 @@ TEST_F(LeaseTest, ACommitWhoseRenameMayStillBeCarriedOutRemovesNothing) {
 TEST_F(LeaseTest, DiscardingRemovesTheFilesOfTheSaveOnly) {
   has("__0_0.distcp", "old");
   has(".metadata", "__0_0.distcp\n");
-  Lease lease = take();
+  DirectoryLease lease = take();
   has("__0_" + lease.tag() + "0.distcp", "new");
   lease.discard(named, warnings_);
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
@@ -319,7 +319,7 @@ TEST_F(LeaseTest, AnExceptionDuringTheRemovalIsAWarning) {
 
 TEST_F(LeaseTest, RemoveOwnDoesNothingDuringAnotherSave) {
   has("__0_0.distcp");
-  const Lease other = take();
+  const DirectoryLease other = take();
   remove_own(open_directory(directory_), {"__0_0.distcp"}, named, warnings_);
   EXPECT_EQ(directory_.names(), Names{"__0_0.distcp"});
   EXPECT_EQ(warnings_, Warnings());
@@ -338,7 +338,7 @@ TEST_F(LeaseTest, RemoveLeftoversReturnsTheRemovedFiles) {
 
 TEST_F(LeaseTest, RemoveLeftoversRemovesNothingDuringASave) {
   has("__0_0.distcp");
-  const Lease other = take();
+  const DirectoryLease other = take();
   auto directory = open_directory(directory_);
   const auto removed = remove_leftovers(directory, named);
   ASSERT_TRUE(ok(removed));
