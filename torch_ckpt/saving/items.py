@@ -174,14 +174,14 @@ def encoded_with(
         metadata.storage_data = {
             result.index: result.storage_data for of_rank in results for result in of_rank
         }
-        tables, directories = _brought_with(results)
+        tables, directories = _pop_checksum_tables(results)
         data = encode_metadata(with_checksum_tables(metadata, dict(ChainMap(*tables))))
     require_one_directory([DirectoryIdentity.of(directory), *directories])
     require_readable(data, directory.path)
     return _core.EncodedMetadata(data)
 
 
-def _brought_with(
+def _pop_checksum_tables(
     results: list[list[WriteResult]],
 ) -> tuple[list[dict[str, bytes]], list[DirectoryIdentity]]:
     """Removes each rank's checksum tables, by file name, and directory identity from the results,
@@ -190,8 +190,8 @@ def _brought_with(
     directories: list[DirectoryIdentity] = []
     for of_rank in results:
         for result in of_rank:
-            brought = vars(result.storage_data).pop(_WRITTEN, None)
-            if brought is not None:
-                tables.append(brought[0])
-                directories.append(brought[1])
+            popped = vars(result.storage_data).pop(_WRITTEN, None)
+            if popped is not None:
+                tables.append(popped[0])
+                directories.append(popped[1])
     return tables, directories
