@@ -205,7 +205,7 @@ class SaveCoordinator:
         """
 
     @property
-    def identity(self) -> int:
+    def plan_hash(self) -> int:
         """A number that is equal for plans of the same states, in this process."""
 
     def names(self) -> list[str]:

@@ -105,10 +105,10 @@ Result<std::vector<std::string>> SaveCoordinator::assign(std::span<const Message
   return replies;
 }
 
-std::uint64_t SaveCoordinator::identity() const {
-  std::uint64_t identity = kHash(hashes_.size());
-  for (const std::uint64_t hash : hashes_) identity = kHash(identity ^ hash);
-  return identity;
+std::uint64_t SaveCoordinator::plan_hash() const {
+  std::uint64_t combined = kHash(hashes_.size());
+  for (const std::uint64_t hash : hashes_) combined = kHash(combined ^ hash);
+  return combined;
 }
 
 std::vector<DifferingReplica> SaveCoordinator::differing_replicas() const {

@@ -75,7 +75,7 @@ class SaveCoordinator {
   /// Number of the last plan; 0 if there is none.
   std::uint64_t number() const { return number_; }
   /// Returns a number that is equal for plans of the same states, in this process.
-  std::uint64_t identity() const;
+  std::uint64_t plan_hash() const;
   const GlobalPlan& plan() const { return planned_->plan; }
   /// Compares the fingerprints in the last messages.
   std::vector<DifferingReplica> differing_replicas() const;

@@ -138,7 +138,7 @@ void bind_plan(py::module_& module) {
   py::class_<SaveCoordinator>(module, "SaveCoordinator")
       .def(py::init<>())
       .def("assign", &assign, py::arg("messages"))
-      .def_property_readonly("identity", &SaveCoordinator::identity)
+      .def_property_readonly("plan_hash", &SaveCoordinator::plan_hash)
       .def("names", &names_of)
       .def("differing_replicas", &differing_replicas)
       .def("differing_copies", &differing_copies, py::arg("checksums"))

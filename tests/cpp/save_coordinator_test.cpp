@@ -106,14 +106,14 @@ TEST_F(SaveCoordinatorTest, OneChangedStateMakesANewPlanForAllRanks) {
 
 TEST_F(SaveCoordinatorTest, PlansOfTheSameStatesHaveOneIdentity) {
   agree();
-  const std::uint64_t first = coordinator_.identity();
+  const std::uint64_t first = coordinator_.plan_hash();
   ranks_[1].set(replicas(8, "b"));
   agree();
-  EXPECT_NE(coordinator_.identity(), first);
+  EXPECT_NE(coordinator_.plan_hash(), first);
   ranks_[1].set(replicas(6, "b"));
   agree();
   EXPECT_EQ(coordinator_.number(), 3u);
-  EXPECT_EQ(coordinator_.identity(), first);
+  EXPECT_EQ(coordinator_.plan_hash(), first);
 }
 
 TEST_F(SaveCoordinatorTest, AllRanksSendTheirPartsAgainIfOneRankMissedAReply) {

@@ -36,8 +36,8 @@ class UnchangedDetector:
             where: the checkpoint's directory.
         """
         coordinator = plan.coordinator
-        last, self._last = self._last, (coordinator.identity, written)
-        if last is None or last[0] != coordinator.identity:
+        last, self._last = self._last, (coordinator.plan_hash, written)
+        if last is None or last[0] != coordinator.plan_hash:
             return None
         before, now = ([one.files for one in save] for save in (last[1], written))
         moved, groups = coordinator.changes(before, now, SAVE_COUNTER)
