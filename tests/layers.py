@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("huggingface", "megatron", "multihost", "steps"),
     ("loading", "saving"),
     ("events", "inspection", "state"),
-    ("checkpoint", "ranks"),
+    ("checkpoint", "ranks", "stores"),
     ("options",),
     ("_base", "errors", "intervals"),
 )

@@ -1,0 +1,157 @@
+"""Time limits of requests to a store, and calls that are abandoned at a limit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Seconds between two checks of the limits.
+_SLICE = 0.5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Time limits, in seconds.
+
+    Attributes:
+        connect: for a connection.
+        progress: for an answer, and between two pieces of one.
+        retry: how long a failed request, or part of an upload, is repeated.
+        total: for one call of a store; None for no limit.
+    """
+
+    connect: float = 10.0
+    progress: float = 60.0
+    retry: float = 300.0
+    total: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("connect", "progress", "retry", "total"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e6:
+                raise ValueError(f"Limits: {name}={value!r} is not a number of seconds above 0")
+
+    @property
+    def stalled(self) -> float:
+        """Seconds without progress after which a call is abandoned.
+
+        A library that keeps to the limits ends a call earlier, with a better message.
+        """
+        return self.connect + self.progress + self.retry + min(5.0, self.progress)
+
+
+class Abandoned(Exception):
+    """Ends the thread of a call for which the caller no longer waits."""
+
+
+class Feed(Iterator[memoryview]):
+    """The parts of an upload, on their way from the caller to the library.
+
+    Counts the bytes, and the time for which the library waits for the caller, which is no stall of
+    the server. Keeps no reference to a view.
+    """
+
+    def __init__(self, parts: Iterator[memoryview], bytes: int) -> None:
+        self._parts = iter(parts)
+        self._missing = bytes
+        self._bytes = bytes
+        self.in_parts = False
+        self.progressed = time.monotonic()
+        self.is_abandoned = False
+        #: The error of the caller's iterator, or a wrong number of bytes.
+        self.error: BaseException | None = None
+
+    def __next__(self) -> memoryview:
+        if self.is_abandoned:
+            raise Abandoned
+        try:
+            return self._next()
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _next(self) -> memoryview:
+        self.in_parts = True
+        try:
+            view = next(self._parts, None)
+        finally:
+            self.progressed = time.monotonic()
+            self.in_parts = False
+        self._missing -= 0 if view is None else view.nbytes
+        if self._missing < 0 or (view is None and self._missing):
+            more = "more" if self._missing < 0 else "fewer"
+            raise ValueError(f"the parts of the upload have {more} than {self._bytes} bytes")
+        if view is None:
+            raise StopIteration
+        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def call(function: Callable[[], T], limits: Limits, feed: Feed | None = None) -> T:
+    """Calls ``function`` in a daemon thread, and waits for it up to the limits.
+
+    Signal handlers of the main thread run during the wait; an exception of one ends it.
+
+    Raises:
+        TimeoutError: a limit has passed. The thread may still be in the call, and may still read
+            the views of ``feed``.
+    """
+    done = threading.Event()
+    outcome: list[tuple[bool, Any]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((True, function()))
+        except BaseException as error:
+            outcome.append((False, error))
+        done.set()
+
+    begun = time.monotonic()
+    threading.Thread(target=run, name="torch_ckpt store", daemon=True).start()
+    try:
+        while not done.wait(_SLICE if limits.stalled > 4 * _SLICE else 0.05):
+            _check(limits, begun, feed)
+    except BaseException:
+        if feed is not None:
+            feed.is_abandoned = True
+        raise
+    succeeded, value = outcome.pop()
+    if not succeeded:
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+def _check(limits: Limits, begun: float, feed: Feed | None) -> None:
+    now = time.monotonic()
+    if limits.total is not None and now - begun > limits.total:
+        raise _timed_out(f"it took longer than the limit of {limits.total:g} s")
+    if feed is not None and feed.in_parts:
+        return
+    last = begun if feed is None else feed.progressed
+    if now - last > limits.stalled:
+        raise _timed_out(f"the server made no progress for {now - last:.0f} s")
+
+
+def _timed_out(message: str) -> OSError:
+    return OSError(errno.ETIMEDOUT, message)
+
+
+def pauses(seconds: float) -> Iterator[None]:
+    """Yields for each attempt at a request within ``seconds``, with pauses that double."""
+    deadline = time.monotonic() + seconds
+    pause = 0.1
+    while True:
+        yield
+        # Several ranks would otherwise repeat at the same time.
+        pause = min(pause * 2, 15.0) * (0.75 + os.urandom(1)[0] / 512)
+        if time.monotonic() + pause > deadline:
+            return
+        time.sleep(pause)

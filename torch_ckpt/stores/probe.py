@@ -1,0 +1,122 @@
+"""Finds out what a store and its credentials permit, with a few small requests."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch_ckpt.stores.object_store import ObjectStore, Version
+from torch_ckpt.stores.store_errors import Changed
+
+#: Names of the objects that a probe writes and deletes begin with this.
+PROBE_PREFIX = ".torch_ckpt-probe-"
+
+
+@dataclass
+class Probe:
+    """The requests and conditions that a store permits.
+
+    Attributes:
+        failures: the error of each request that failed: "list", "read", "write" or "delete".
+        creates: True if the server refuses to create an object that exists; None if not tried.
+        swaps: True if the server refuses to replace an object of another version; None if not
+            tried.
+    """
+
+    failures: dict[str, OSError] = field(default_factory=dict)
+    creates: bool | None = None
+    swaps: bool | None = None
+
+    def missing(self) -> list[str]:
+        """Lists the requests that the credentials do not permit."""
+        return [name for name, error in self.failures.items() if error.errno == errno.EACCES]
+
+    def warning(self) -> str | None:
+        """Returns a sentence on the conditions that the server ignores."""
+        ignored = [
+            text
+            for text, holds in (
+                ("create an object only if it is absent", self.creates),
+                ("replace an object only if it is unchanged", self.swaps),
+            )
+            if holds is False
+        ]
+        if not ignored:
+            return None
+        return (
+            f"the server does not {' or '.join(ignored)}, so it cannot keep two jobs from writing "
+            "to one root. Start only one job for each root."
+        )
+
+
+def probe(store: ObjectStore, read_only: bool, seconds: float = 10.0) -> Probe:
+    """Lists and reads; writes, creates, replaces and deletes an object unless ``read_only``.
+
+    Takes at most ``seconds``. The object is deleted, unless deleting is what fails.
+    """
+    found = Probe()
+    deadline = time.monotonic() + seconds
+    name = f"{PROBE_PREFIX}{os.urandom(8).hex()}"
+
+    def attempt(operation: str, function: Callable[[ObjectStore], object]) -> bool:
+        try:
+            function(store.within(max(deadline - time.monotonic(), 0.05)))
+        except FileNotFoundError as error:
+            # The object that a read-only probe asks for does not exist; the bucket should.
+            if operation == "read" and read_only and "NoSuchBucket" not in str(error):
+                return True
+            found.failures[operation] = error
+        except OSError as error:
+            found.failures[operation] = error
+        return operation not in found.failures
+
+    attempt("list", lambda some: next(some.list(), None))
+    if read_only:
+        attempt("read", lambda some: some.read(name, 64))
+        return found
+    try:
+        if attempt("write", lambda some: _write(some, name, found)):
+            attempt("read", lambda some: some.read(name, 64))
+            attempt("write", lambda some: _replace(some, name, found))
+    finally:
+        # Also if the probe has used up its time.
+        deadline = max(deadline, time.monotonic() + 2)
+        attempt("delete", lambda some: some.delete([name]))
+    return found
+
+
+def _write(store: ObjectStore, name: str, found: Probe) -> None:
+    """Creates the object twice; the second time must fail."""
+    try:
+        store.put_if_absent(name, b"1")
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        found.creates = False
+        store.put(name, [memoryview(b"1")], 1)
+        return
+    found.creates = False
+    try:
+        store.put_if_absent(name, b"2")
+    except FileExistsError:
+        found.creates = True
+
+
+def _replace(store: ObjectStore, name: str, found: Probe) -> None:
+    """Replaces the object, and then the version that no longer exists, which must fail."""
+    version: Version = store.head(name).version
+    found.swaps = False
+    try:
+        store.swap(name, b"3", version)
+        store.swap(name, b"4", version)
+    except Changed:
+        # The first time, if another process writes to the same name.
+        with suppress(FileNotFoundError):
+            found.swaps = store.read(name, 64)[0] == b"3"
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
