@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 #: Settings for clients of the server.
+MIB = 1 << 20
 BUCKET, KEY, SECRET = "bucket", "AKIDTEST", "SECRETTEST"
 
 
@@ -76,6 +77,7 @@ class ObjectServer:
         ranges: False if the server ignores ``Range``.
         etags: False if the server reports no ETag for stored objects.
         page: maximum number of keys in a page of a listing.
+        pause: seconds before each MiB that the server receives.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class ObjectServer:
         self.log: list[Request] = []
         self.fault: Callable[[Request], Fault | None] = lambda request: None
         self.conditions = self.ranges = self.etags = True
-        self.page = 1000
+        self.page, self.pause = 1000, 0.0
         self.lock = threading.Lock()
         self.ended = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -138,9 +140,14 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         self.query = {name: values[0] for name, values in parse_qs(parts.query, True).items()}
         self.key = unquote(parts.path).removeprefix(f"/{BUCKET}").lstrip("/")
-        self.content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         kind = self.kind()
         store = self.store
+        length = int(self.headers.get("Content-Length") or 0)
+        self.content = b"".join(
+            self.rfile.read(min(MIB, length - begin))
+            for begin in range(0, length, MIB)
+            if not store.ended.wait(store.pause)
+        )
         with store.lock:
             number = sum(request.kind == kind for request in store.log)
             request = Request(kind, self.key, number, dict(self.headers.items()))
@@ -176,6 +183,15 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.close_connection = True
+
+    def handle(self) -> None:
+        # A client may close the connection at any time.
+        with suppress(OSError):
+            super().handle()
+
+    def finish(self) -> None:
+        with suppress(OSError):
+            super().finish()
 
     def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         fault = self.fault
@@ -226,12 +242,14 @@ class _Handler(BaseHTTPRequestHandler):
         return 200, f"<R>{inner}</R>".encode(), {}
 
     def part(self) -> tuple[int, bytes, dict[str, str]]:
-        parts = self.store.uploads[self.query["uploadId"]]
+        parts = self.store.uploads.get(self.query["uploadId"], {})
         parts[int(self.query["partNumber"])] = self.content
         return 200, b"", {"ETag": f'"{hashlib.md5(self.content).hexdigest()}"'}
 
     def complete(self) -> tuple[int, bytes, dict[str, str]]:
-        parts = self.store.uploads.pop(self.query["uploadId"])
+        parts = self.store.uploads.pop(self.query["uploadId"], None)
+        if parts is None:
+            return 404, b"<Error><Code>NoSuchUpload</Code><Message>no</Message></Error>", {}
         etag = self.keep(b"".join(parts[number] for number in sorted(parts)), f"-{len(parts)}")
         return 200, f"<R><ETag>{escape(etag)}</ETag></R>".encode(), {}
 

@@ -295,18 +295,20 @@ class ObjectStore(ABC):
             try:
                 return self._put_conditional(name, data, expected)
             except Exception as error:
-                if failure is None and not unknown_outcome(error):
+                if not unknown_outcome(error):
                     raise
                 failure = error
             try:
-                stored, version = self._read(name, len(data))
+                stored = self._head(name)
+                if stored.bytes == len(data) and self._read(name, len(data))[0] == data:
+                    return stored.version
             except FileNotFoundError:
                 continue
-            if stored == data:
-                return version
+            except Exception:
+                raise failure from None
             if expected is None:
                 raise FileExistsError(errno.EEXIST, "the object exists")
-            if not version.agrees(expected):
+            if not stored.version.agrees(expected):
                 raise Changed(errno.ESTALE, "the object was replaced")
         assert failure is not None
         raise failure

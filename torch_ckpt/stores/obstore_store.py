@@ -16,7 +16,7 @@ from torch_ckpt.stores.limits import Feed, Limits
 from torch_ckpt.stores.object_store import Entry, ObjectStore, Version
 from torch_ckpt.stores.redaction import Redactor
 from torch_ckpt.stores.storage_options import Config, Options, obstore_config
-from torch_ckpt.stores.store_errors import Changed
+from torch_ckpt.stores.store_errors import Changed, was_repeated
 from torch_ckpt.stores.urls import Root, http_base
 
 # Number of objects in a page of a listing.
@@ -90,15 +90,16 @@ class ObstoreStore(ObjectStore):
     def _put(self, name: str, feed: Feed, bytes: int, part: int, in_flight: int) -> Version:
         self._require_writable()
         if bytes > part:
-            # obstore aborts the upload if it fails.
-            result = self._obstore.put(
-                self._backend,
-                self._key(name),
-                feed,
-                use_multipart=True,
-                chunk_size=part,
-                max_concurrency=in_flight,
-            )
+            key, settings = self._key(name), {"chunk_size": part, "max_concurrency": in_flight}
+            try:
+                # obstore aborts the upload if it fails.
+                result = self._obstore.put(self._backend, key, feed, use_multipart=True, **settings)
+            except Exception as error:
+                # The answer to the last request was lost, and the request was repeated.
+                is_complete = "NoSuchUpload" in str(error) and was_repeated(error)
+                if not is_complete or (stored := self._head(name)).bytes != bytes:
+                    raise
+                return stored.version
             return _version(result)
         views = list(feed)
         data = views[0] if len(views) == 1 else b"".join(views)

@@ -79,8 +79,8 @@ def probe(store: ObjectStore, read_only: bool, seconds: float = 10.0) -> Probe:
         attempt("read", lambda some: some.read(name, 64))
         return found
     try:
-        if attempt("write", lambda some: _write(some, name, found)):
-            attempt("read", lambda some: some.read(name, 64))
+        written = attempt("write", lambda some: _write(some, name, found))
+        if written and attempt("read", lambda some: some.read(name, 64)):
             attempt("write", lambda some: _replace(some, name, found))
     finally:
         # Also if the probe has used up its time.

@@ -24,7 +24,7 @@ _PATTERNS = [
     (
         re.compile(
             r"(?i)\b((?:x-amz-|x-goog-|aws|azure|google)?[\w-]*"
-            r"(?:signature|credential|security-token|session[-_]token|access[-_]?key(?:[-_]?id)?"
+            r"(?:signature\w*|credential|security-token|session[-_]token|access[-_]?key(?:[-_]?id)?"
             r"|account[-_]?key|secret(?:[-_]?(?:access[-_]?)?key)?|password|passwd|api[-_]?key"
             r"|authorization|sas[-_]?(?:key|token)?|sig|bearer))"
             r"(['\"]?\s*[:=>]\s*['\"]?)((?:bearer |basic |aws4-hmac-sha256 )?[^\s'\",;&<>]+)"

@@ -84,7 +84,7 @@ _CAUSES = [
     ),
     _Cause(
         r"code: (?:429|50[034])\b|SlowDown|TooManyRequests|ServiceUnavailable|InternalError",
-        errno.EAGAIN,
+        errno.EREMOTEIO,
         "",
         _LATER,
     ),
@@ -126,7 +126,7 @@ _ADVICE = {errno.EACCES: _CREDENTIALS, errno.ETIMEDOUT: _REACH, errno.ECONNREFUS
 
 # Failures after which a request may have been carried out.
 _UNKNOWN = frozenset(
-    [errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN, errno.ECONNREFUSED, errno.EIO]
+    [errno.ETIMEDOUT, errno.ECONNRESET, errno.EREMOTEIO, errno.ECONNREFUSED, errno.EIO]
 )
 _TRANSIENT = _UNKNOWN - {errno.EIO}
 
@@ -161,11 +161,15 @@ def _cause_of(error: BaseException) -> _Cause:
     return _Cause("", number, "", _ADVICE.get(number, ""))
 
 
+def was_repeated(error: BaseException) -> bool:
+    """True if the library has sent the request more than once."""
+    return re.search(r"after [1-9]\d* retries", str(error)) is not None
+
+
 def unknown_outcome(error: BaseException) -> bool:
     """True if a write that failed may have been carried out, now or by an earlier attempt."""
     number = _cause_of(error).number
-    was_repeated = re.search(r"after [1-9]\d* retries", str(error)) is not None
-    return number in _UNKNOWN or (was_repeated and number in (errno.EEXIST, errno.ESTALE))
+    return number in _UNKNOWN or (was_repeated(error) and number in (errno.EEXIST, errno.ESTALE))
 
 
 def number_of(error: BaseException) -> int:
