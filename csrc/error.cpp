@@ -65,6 +65,8 @@ std::string_view name(Errc code) {
       return "wrong_base";
     case Errc::frame_damaged:
       return "frame_damaged";
+    case Errc::store:
+      return "store";
     case Errc::result_missing:
       return "result_missing";
     case Errc::internal:

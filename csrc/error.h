@@ -68,6 +68,8 @@ enum class Errc {
   wrong_base,
   // A message from another process is truncated or damaged.
   frame_damaged,
+  // A store has refused or failed a request.
+  store,
   // A process ended, or ran out of memory, before it sent its result.
   result_missing,
   // A bug in this library.

@@ -6,7 +6,7 @@ Result<std::shared_ptr<DataFile>> DataFiles::acquire(std::size_t number) {
   State& state = files_[number];
   const os::MutexLock lock(state.mutex);
   if (state.file == nullptr) {
-    auto opened = DataFile::open(directory_, names_[number], direct_io_);
+    auto opened = DataFile::open(folder_, names_[number], direct_io_);
     if (!opened) return opened.error();
     state.file = std::make_shared<DataFile>(std::move(*opened));
   }

@@ -8,8 +8,8 @@
 
 #include "engine/direct_io.h"
 #include "engine/record_reader.h"
+#include "engine/store.h"
 #include "error.h"
-#include "os/directory.h"
 #include "os/mutex.h"
 
 namespace torch_ckpt::engine {
@@ -19,13 +19,13 @@ namespace torch_ckpt::engine {
 // may be called concurrently.
 class DataFiles {
  public:
-  DataFiles(os::Directory directory, std::vector<std::string> names, DirectIo direct_io)
-      : directory_(std::move(directory)),
+  DataFiles(Folder folder, std::vector<std::string> names, DirectIo direct_io)
+      : folder_(std::move(folder)),
         names_(std::move(names)),
         direct_io_(direct_io),
         files_(names_.size()) {}
 
-  std::string path(std::size_t file) const { return directory_.path_of(names_[file]); }
+  std::string path(std::size_t file) const { return folder_.path_of(names_[file]); }
 
   /// Registers a unit, which must call release() when it is done. Register all units before the
   /// first acquire().
@@ -35,9 +35,9 @@ class DataFiles {
   Result<std::shared_ptr<DataFile>> acquire(std::size_t file);
   /// Marks a unit as done. The caller must first drop the file that it acquired.
   void release(std::size_t file);
-  /// Closes the directory. Call this after the last unit: threads may keep the session alive a
-  /// little longer, but should not keep the directory open.
-  void close_directory() { directory_.close(); }
+  /// Closes the folder. Call this after the last unit: threads may keep the session alive a little
+  /// longer, but should not keep the directory open.
+  void close_folder() { folder_.close(); }
 
  private:
   struct State {
@@ -46,7 +46,7 @@ class DataFiles {
     std::atomic<std::size_t> units_left{0};
   };
 
-  os::Directory directory_;
+  Folder folder_;
   const std::vector<std::string> names_;
   const DirectIo direct_io_;
   std::vector<State> files_;

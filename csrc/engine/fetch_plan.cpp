@@ -96,7 +96,7 @@ std::vector<FileRange> FetchPlan::ends() const {
   return ends;
 }
 
-std::vector<ByteRange> FetchPlan::ranges_of(std::size_t number, const os::Directory& copies) const {
+std::vector<ByteRange> FetchPlan::ranges_of(std::size_t number, const Folder& copies) const {
   const auto& [wanted, end_bytes] = records_[number];
   const planning::StoredRecord& stored = *wanted.record;
   const ByteRange record = range_at(stored.offset, stored.length);
@@ -119,8 +119,7 @@ std::vector<ByteRange> FetchPlan::ranges_of(std::size_t number, const os::Direct
   return ranges;
 }
 
-std::vector<FetchPlan::Wave> FetchPlan::waves(const os::Directory& copies,
-                                              std::uint64_t max_bytes) const {
+std::vector<FetchPlan::Wave> FetchPlan::waves(const Folder& copies, std::uint64_t max_bytes) const {
   std::vector<Wave> waves;
   std::uint64_t bytes = 0;
   for (std::size_t number = 0; number < records_.size(); ++number) {

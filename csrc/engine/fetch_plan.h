@@ -8,8 +8,8 @@
 
 #include "engine/read_pipeline.h"
 #include "engine/record_delivery.h"
+#include "engine/store.h"
 #include "error.h"
-#include "os/directory.h"
 #include "planning/region.h"
 #include "planning/stored_record.h"
 
@@ -49,7 +49,7 @@ class FetchPlan {
   };
   /// Groups the reads into waves of at most `max_bytes` bytes. A larger record gets a wave of
   /// its own. `copies` contains the copies, with the fetched ends.
-  std::vector<Wave> waves(const os::Directory& copies, std::uint64_t max_bytes) const;
+  std::vector<Wave> waves(const Folder& copies, std::uint64_t max_bytes) const;
 
  private:
   struct Record {
@@ -57,7 +57,7 @@ class FetchPlan {
     std::uint64_t end_bytes = 0;  // to fetch at each end; 0: fetch the entire record
   };
 
-  std::vector<planning::ByteRange> ranges_of(std::size_t record, const os::Directory& copies) const;
+  std::vector<planning::ByteRange> ranges_of(std::size_t record, const Folder& copies) const;
 
   const std::vector<LoadFile> files_;
   const std::vector<planning::StoredRecord> stored_;

@@ -5,10 +5,13 @@
 #include <utility>
 
 #include "checked_math.h"
-#include "os/file.h"
+#include "engine/record_reader.h"
 
 namespace torch_ckpt::engine {
 namespace {
+
+// Large enough that the time between a request and its answer does not matter.
+constexpr std::size_t kStoreReadBytes = std::size_t{8} << 20;
 
 Error about(const std::string& name, Error error) {
   error.subject = name;
@@ -36,7 +39,7 @@ Result<> LoadOptions::check_target_bytes(const std::string& name, std::uint64_t 
                                       std::to_string(available) + ". Raise max_inflight_bytes."));
 }
 
-Result<> check_records_fit(const os::Directory& directory, const std::vector<LoadFile>& files,
+Result<> check_records_fit(const Folder& folder, const std::vector<LoadFile>& files,
                            std::span<const planning::StoredRecord> records,
                            const LoadOptions& options) {
   std::map<std::size_t, std::pair<std::string, std::uint64_t>> opened;  // path and length
@@ -45,12 +48,10 @@ Result<> check_records_fit(const os::Directory& directory, const std::vector<Loa
     const auto [entry, is_new] = opened.try_emplace(record.file);
     auto& [path, bytes] = entry->second;
     if (is_new) {
-      const auto file = directory.open_for_read(files[record.file].name);
+      const auto file = DataFile::open(folder, files[record.file].name, DirectIo::off);
       if (!file) return about(record.name, file.error());
-      const auto size = file->size();
-      if (!size) return about(record.name, size.error());
       path = file->path();
-      bytes = *size;
+      bytes = file->bytes();
     }
     if (!inside(record.offset, record.length, bytes)) {
       Error error = past_end_error(record, bytes);
@@ -69,12 +70,13 @@ Result<> check_records_fit(const os::Directory& directory, const std::vector<Loa
 
 // --- LoadSession ---------------------------------------------------------------------------------
 
-Result<std::shared_ptr<LoadSession>> LoadSession::start(Context& context, os::Directory directory,
+Result<std::shared_ptr<LoadSession>> LoadSession::start(Context& context, Folder folder,
                                                         std::vector<LoadFile> files,
                                                         std::vector<RegionRead> reads,
                                                         const LoadOptions& given) {
   LoadOptions options = given;
   options.max_scratch_bytes -= options.target_bytes;
+  if (folder.store() != nullptr) options.chunk_bytes = kStoreReadBytes;
   std::vector<const planning::Region*> regions;
   std::vector<const Target*> targets;
   regions.reserve(reads.size());
@@ -86,7 +88,7 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(Context& context, os::Di
   auto scratch = choose_scratch(options, regions, targets, "a load");
   if (!scratch) return scratch.error();
   std::shared_ptr<LoadSession> session(
-      new LoadSession(context, std::move(directory), files, std::move(reads), options, *scratch));
+      new LoadSession(context, std::move(folder), files, std::move(reads), options, *scratch));
   if (auto planned = session->plan(files); !planned) return planned.error();
   if (auto started = session->pipeline_.start(session, "load"); !started) return started.error();
   return session;

@@ -35,7 +35,7 @@ struct LoadOptions : ReadOptions {
 /// Checks that records that are read together, entirely, fit into the limit, and that they lie
 /// inside their files. Call this before allocating memory for the records: damaged metadata may
 /// contain any length.
-Result<> check_records_fit(const os::Directory& directory, const std::vector<LoadFile>& files,
+Result<> check_records_fit(const Folder& folder, const std::vector<LoadFile>& files,
                            std::span<const planning::StoredRecord> records,
                            const LoadOptions& options);
 
@@ -54,7 +54,7 @@ Result<> check_records_fit(const os::Directory& directory, const std::vector<Loa
 // until wait_for() has returned true; after a failure the targets' contents are unspecified.
 class LoadSession {
  public:
-  static Result<std::shared_ptr<LoadSession>> start(Context& context, os::Directory directory,
+  static Result<std::shared_ptr<LoadSession>> start(Context& context, Folder folder,
                                                     std::vector<LoadFile> files,
                                                     std::vector<RegionRead> reads,
                                                     const LoadOptions& options);
@@ -75,12 +75,12 @@ class LoadSession {
   std::uint64_t bytes_done() const { return delivery_.bytes_done(); }
 
  private:
-  LoadSession(Context& context, os::Directory directory, const std::vector<LoadFile>& files,
+  LoadSession(Context& context, Folder folder, const std::vector<LoadFile>& files,
               std::vector<RegionRead> reads, const LoadOptions& options,
               const ScratchLayout& scratch_layout)
       : options_(options),
         delivery_(std::move(reads), options.verify),
-        pipeline_(context, std::move(directory), files, options_, scratch_layout, options_.ready,
+        pipeline_(context, std::move(folder), files, options_, scratch_layout, options_.ready,
                   delivery_, false) {
     delivery_.set_pipeline(pipeline_);
   }

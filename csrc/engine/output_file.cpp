@@ -16,11 +16,13 @@ constexpr std::uint64_t kDirectMinBytes = std::uint64_t{1} << 20;
 }  // namespace
 
 Result<> OutputFile::open(DirectIo direct_io) {
+  const os::Directory* const directory = folder_.directory();
+  if (directory == nullptr) return {};
   const bool direct =
       direct_io == DirectIo::on || (direct_io == DirectIo::automatic && bytes_ >= kDirectMinBytes);
   const os::IoMode mode = direct ? os::IoMode::direct : os::IoMode::buffered;
-  auto file = image_.is_of_parts() ? directory_.open_or_create(name_, mode)
-                                   : directory_.create(name_, mode);
+  auto file = image_.is_of_parts() ? directory->open_or_create(name_, mode)
+                                   : directory->create(name_, mode);
   if (!file) return file.error();
   if (!image_.is_of_parts()) {
     is_created_ = true;
@@ -37,7 +39,7 @@ Result<> OutputFile::open(DirectIo direct_io) {
     return error;
   }
   if (image_.is_of_parts() && file->was_opened_direct()) {
-    auto edges = directory_.open_or_create(name_, os::IoMode::buffered);
+    auto edges = directory->open_or_create(name_, os::IoMode::buffered);
     if (!edges) return edges.error();
     edges_ = std::move(*edges);
   }
@@ -180,6 +182,12 @@ Result<std::uint64_t> OutputFile::write(const staging::Chunk& chunk, std::size_t
   return added;
 }
 
+Result<> OutputFile::send(FilePiece piece, std::unique_ptr<staging::Chunk>& chunk,
+                          const std::function<bool()>& is_cancelled) {
+  piece.file_bytes = bytes_;
+  return folder_.store()->write(name_, piece, chunk, is_cancelled);
+}
+
 Result<> OutputFile::write_image(const staging::Chunk& chunk, std::size_t bytes,
                                  std::uint64_t offset) {
   std::span<std::byte> data = chunk.bytes().first(bytes);
@@ -215,6 +223,7 @@ Result<> OutputFile::write_segment(std::span<const std::byte> data, std::uint64_
 }
 
 Result<> OutputFile::finish(bool sync, Timing& timing) {
+  if (is_in_store()) return {};
   if (collective_ != nullptr) {
     if (auto written = Parts(*this).write_ready_blocks(); !written) return written;
   }
@@ -240,9 +249,9 @@ void OutputFile::remove() const noexcept try {
   // A different file with this name belongs to another save, which took over the directory after
   // this process was suspended and declared dead.
   if (identity_) {
-    static_cast<void>(directory_.remove(name_, *identity_));
+    static_cast<void>(folder_.directory()->remove(name_, *identity_));
   } else if (is_created_) {
-    static_cast<void>(directory_.remove(name_));
+    static_cast<void>(folder_.directory()->remove(name_));
   }
 } catch (...) {
 }

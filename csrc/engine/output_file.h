@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -10,9 +11,9 @@
 #include "engine/collective_buffer.h"
 #include "engine/direct_io.h"
 #include "engine/file_image.h"
+#include "engine/store.h"
 #include "engine/timing.h"
 #include "error.h"
-#include "os/directory.h"
 #include "os/file.h"
 #include "staging/chunk_pool.h"
 
@@ -27,17 +28,18 @@ struct SharedFile {
   std::uint32_t number = 0;  // in the collective buffer
 };
 
-// A file written by a save: a data file, or a file of which several ranks write parts. Call open(),
-// write() any number of times, then finish(). After an error, call close(), and remove() if the
-// save has failed. write() may be called concurrently, but only once for bytes for which
-// is_collective() is true; the other methods must be called by one thread at a time.
+// A file written by a save: a data file, in a directory or a store, or a file of which several
+// ranks write parts. Call open(), write() any number of times, then finish(). After an error, call
+// close(), and remove() if the save has failed. write() may be called concurrently, but only once
+// for bytes for which is_collective() is true; the other methods must be called by one thread at a
+// time.
 class OutputFile {
  public:
-  /// `directory`, `name` and `image` must outlive the OutputFile. shared: used if the image has
+  /// `folder`, `name` and `image` must outlive the OutputFile. shared: used if the image has
   /// only parts of the file.
-  OutputFile(const os::Directory& directory, const std::string& name, const FileImage& image,
+  OutputFile(const Folder& folder, const std::string& name, const FileImage& image,
              const SharedFile& shared)
-      : directory_(directory),
+      : folder_(folder),
         name_(name),
         image_(image),
         bytes_(image.is_of_parts() ? shared.bytes : image.bytes()),
@@ -55,6 +57,11 @@ class OutputFile {
   /// fewer, the write waits for other ranks; call write() again a little later.
   Result<std::uint64_t> write(const staging::Chunk& chunk, std::size_t bytes, std::uint64_t offset,
                               std::uint64_t written);
+  /// True if the file is in a store. Then call send() instead of write().
+  bool is_in_store() const { return folder_.store() != nullptr; }
+  /// Writes a piece of the file; see Store::write(). `piece.file_bytes` is set by this function.
+  Result<> send(FilePiece piece, std::unique_ptr<staging::Chunk>& chunk,
+                const std::function<bool()>& is_cancelled);
   /// Fsyncs the file if `sync` is true, and closes it.
   Result<> finish(bool sync, Timing& timing);
   /// Closes the file, unless finish() has closed it.
@@ -72,7 +79,7 @@ class OutputFile {
   Result<> write_image(const staging::Chunk& chunk, std::size_t bytes, std::uint64_t offset);
   Result<> write_segment(std::span<const std::byte> data, std::uint64_t offset);
 
-  const os::Directory& directory_;
+  const Folder& folder_;
   const std::string& name_;
   const FileImage& image_;
   const std::uint64_t bytes_;

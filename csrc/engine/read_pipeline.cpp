@@ -66,13 +66,12 @@ Result<ScratchLayout> choose_scratch(ReadOptions& options,
   return layout;
 }
 
-ReadPipeline::ReadPipeline(Context& context, os::Directory directory,
-                           const std::vector<LoadFile>& files, const ReadOptions& options,
-                           const ScratchLayout& scratch_layout,
+ReadPipeline::ReadPipeline(Context& context, Folder folder, const std::vector<LoadFile>& files,
+                           const ReadOptions& options, const ScratchLayout& scratch_layout,
                            const std::vector<staging::ReadyEvent>& ready, ReadSink& sink,
                            bool continue_after_errors)
     : context_(context),
-      files_(std::move(directory), names_of(files), options.direct_io),
+      files_(std::move(folder), names_of(files), options.direct_io),
       threads_(options.threads),
       scratch_layout_(scratch_layout),
       ready_(ready),
@@ -299,7 +298,7 @@ Result<std::uint64_t> ReadPipeline::read_step(std::size_t record, ByteRange rang
 
 bool ReadPipeline::wait_for(std::chrono::milliseconds timeout) {
   if (!results_->wait_for(timeout)) return false;
-  files_.close_directory();
+  files_.close_folder();
   return true;
 }
 

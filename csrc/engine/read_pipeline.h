@@ -21,7 +21,6 @@
 #include "engine/results_channel.h"
 #include "error.h"
 #include "format/checksum_table.h"
-#include "os/directory.h"
 #include "planning/read_plan.h"
 
 namespace torch_ckpt::engine {
@@ -109,7 +108,7 @@ class ReadPipeline {
  public:
   /// `context`, `ready` and `sink` must outlive the pipeline. With `continue_after_errors`, read
   /// errors are only reported to the sink, and all other bytes are still read.
-  ReadPipeline(Context& context, os::Directory directory, const std::vector<LoadFile>& files,
+  ReadPipeline(Context& context, Folder folder, const std::vector<LoadFile>& files,
                const ReadOptions& options, const ScratchLayout& scratch_layout,
                const std::vector<staging::ReadyEvent>& ready, ReadSink& sink,
                bool continue_after_errors);

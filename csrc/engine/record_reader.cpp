@@ -17,33 +17,48 @@ constexpr double kCachedFraction = 0.5;
 
 }  // namespace
 
-Result<DataFile> DataFile::open(const os::Directory& directory, const std::string& name,
-                                DirectIo direct_io) {
+Result<DataFile> DataFile::open(const Folder& folder, const std::string& name, DirectIo direct_io) {
+  DataFile file(name, folder.path_of(name));
+  if (Store* const store = folder.store()) {
+    auto bytes = store->size(name);
+    if (!bytes) return bytes.error();
+    file.store_ = store;
+    file.bytes_ = *bytes;
+    return file;
+  }
+  const os::Directory& directory = *folder.directory();
   auto buffered = directory.open_for_read(name);
   if (!buffered) return buffered.error();
   auto bytes = buffered->size();
   if (!bytes) return bytes.error();
-  std::optional<os::File> direct;
   if (direct_io != DirectIo::off) {
     auto opened = directory.open_for_read(name, os::IoMode::direct);
     if (!opened) return opened.error();
-    if (opened->was_opened_direct()) direct = std::move(*opened);
+    if (opened->was_opened_direct()) file.direct_ = std::move(*opened);
   }
-  if (direct_io == DirectIo::on && !direct) {
+  if (direct_io == DirectIo::on && !file.direct_) {
     Error error = format_error(Errc::invalid_argument,
                                "direct_io=True, but this file system does not support direct I/O. "
                                "Pass direct_io=\"auto\".");
     error.operation = "open";
-    error.path = directory.path_of(name);
+    error.path = file.path_;
     return error;
   }
-  return DataFile(std::move(*buffered), std::move(direct), direct_io, *bytes);
+  file.buffered_ = std::move(*buffered);
+  file.direct_io_ = direct_io;
+  file.bytes_ = *bytes;
+  return file;
 }
 
 bool DataFile::prefers_direct_read(std::uint64_t offset, std::size_t length) const {
+  if (store_ != nullptr) return true;
   if (!direct_) return false;
   if (direct_io_ == DirectIo::on) return true;
-  return length >= kDirectMinRead && buffered_.cached_fraction(offset, length) < kCachedFraction;
+  return length >= kDirectMinRead && buffered_->cached_fraction(offset, length) < kCachedFraction;
+}
+
+Result<> DataFile::read(std::span<std::byte> out, std::uint64_t offset) const {
+  return store_ != nullptr ? store_->read(name_, offset, out) : buffered_->read_at(out, offset);
 }
 
 Result<std::span<std::byte>> DataFile::fetch(std::span<std::byte> scratch, std::uint64_t offset,
@@ -60,7 +75,7 @@ Result<std::span<std::byte>> DataFile::fetch(std::span<std::byte> scratch, std::
     if (!got && got.error().sys_errno != EINVAL) return got.error();
   }
   const std::span<std::byte> out = scratch.first(length);
-  if (auto read = buffered_.read_at(out, offset); !read) return read.error();
+  if (auto done = read(out, offset); !done) return done.error();
   return out;
 }
 

@@ -8,31 +8,30 @@
 #include <vector>
 
 #include "engine/direct_io.h"
+#include "engine/store.h"
 #include "error.h"
 #include "format/record_index.h"
-#include "os/directory.h"
 #include "os/file.h"
 
 namespace torch_ckpt::engine {
 
-// A data file that is open for buffered reads and, if enabled and supported, for direct I/O. Safe
-// for concurrent use by multiple threads, each with its own scratch memory.
+// A data file: in a store, or open for buffered reads and, if enabled and supported, for direct
+// I/O. Safe for concurrent use by multiple threads, each with its own scratch memory.
 class DataFile {
  public:
-  static Result<DataFile> open(const os::Directory& directory, const std::string& name,
-                               DirectIo direct_io);
+  /// The store of the folder must outlive the file.
+  static Result<DataFile> open(const Folder& folder, const std::string& name, DirectIo direct_io);
 
   std::uint64_t bytes() const { return bytes_; }
-  const std::string& path() const { return buffered_.path(); }
+  const std::string& path() const { return path_; }
 
-  /// True if a range should be read with direct I/O, which leaves the page cache to the training
-  /// process. A range that is mostly in the page cache should be read from there.
+  /// True if a range should be read at once: from a store, or with direct I/O, which leaves the
+  /// page cache to the training process. A range that is mostly in the page cache should be read
+  /// from there.
   bool prefers_direct_read(std::uint64_t offset, std::size_t length) const;
 
-  /// Reads exactly out.size() bytes at `offset` through the page cache.
-  Result<> read(std::span<std::byte> out, std::uint64_t offset) const {
-    return buffered_.read_at(out, offset);
-  }
+  /// Reads exactly out.size() bytes at `offset`, through the page cache.
+  Result<> read(std::span<std::byte> out, std::uint64_t offset) const;
 
   /// Reads exactly `length` bytes at `offset` into `scratch` and returns the part of `scratch` that
   /// contains them. `scratch` must be page-aligned and hold at least `length` bytes. A direct read
@@ -41,17 +40,15 @@ class DataFile {
                                      std::size_t length, bool direct) const;
 
  private:
-  DataFile(os::File buffered, std::optional<os::File> direct, DirectIo direct_io,
-           std::uint64_t bytes)
-      : buffered_(std::move(buffered)),
-        direct_(std::move(direct)),
-        direct_io_(direct_io),
-        bytes_(bytes) {}
+  DataFile(std::string name, std::string path) : name_(std::move(name)), path_(std::move(path)) {}
 
-  os::File buffered_;
+  std::string name_;
+  std::string path_;
+  std::uint64_t bytes_ = 0;
+  Store* store_ = nullptr;  // nullptr: the file is in a directory
+  std::optional<os::File> buffered_;
   std::optional<os::File> direct_;
-  DirectIo direct_io_;
-  std::uint64_t bytes_;
+  DirectIo direct_io_ = DirectIo::off;
 };
 
 /// A record that is already in memory.

@@ -30,10 +30,12 @@ bool is_mostly_on_devices(const std::vector<FileJob>& files) {
   return device_bytes > bytes / 2;
 }
 
-// Chooses the chunk size: large if most bytes come from devices and the budget has room for enough
-// large chunks to keep the disk busy.
-std::size_t chunk_bytes_for(const std::vector<FileJob>& files, const SaveOptions& options) {
+// Chooses the chunk size: the size of a store's parts; otherwise large if most bytes come from
+// devices and the budget has room for enough large chunks to keep the disk busy.
+std::size_t chunk_bytes_for(const std::vector<FileJob>& files, const SaveOptions& options,
+                            std::uint64_t largest_file, bool is_in_store) {
   if (options.chunk_bytes != 0) return options.chunk_bytes;
+  if (is_in_store) return piece_bytes_in_store(largest_file);
   const std::size_t needed = kDeviceChunkBytes * (kWritesInFlight + 1) * options.parallel_files;
   const bool has_room = options.max_host_bytes == 0 || options.max_host_bytes >= needed;
   return is_mostly_on_devices(files) && has_room ? kDeviceChunkBytes : kHostChunkBytes;
@@ -51,11 +53,13 @@ std::size_t stagers_for(const std::vector<FileJob>& files, const SaveOptions& op
 
 // The threads that the writers of a save can use: a file has two writes in flight, and the next
 // chunk is allocated meanwhile. Beyond 16 files, one thread per file is enough, because few files
-// write and allocate at the same time.
-std::size_t writer_threads(const SaveOptions& options) {
+// write and allocate at the same time. Writes to a store wait for it, so each has a thread.
+std::size_t writer_threads(const SaveOptions& options, bool is_in_store) {
   constexpr std::size_t kMaxFilesWithThree = 16;
   constexpr std::size_t kMore = 2;  // so that another save is not left without threads
-  return options.parallel_files + 2 * std::min(options.parallel_files, kMaxFilesWithThree) + kMore;
+  const std::size_t files = options.parallel_files;
+  if (is_in_store) return files * (options.writes_in_flight + 1) + kMore;
+  return files + 2 * std::min(files, kMaxFilesWithThree) + kMore;
 }
 
 int device_of(const std::vector<std::unique_ptr<FileSave>>& files) {
@@ -67,7 +71,7 @@ int device_of(const std::vector<std::unique_ptr<FileSave>>& files) {
 
 }  // namespace
 
-Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Directory directory,
+Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, Folder folder,
                                                         std::vector<FileJob> files,
                                                         const SaveOptions& given) {
   SaveOptions options = given;
@@ -79,9 +83,13 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   const std::size_t count = std::max<std::size_t>(files.size(), 1);
   if (options.parallel_files == 0 || options.parallel_files > count) options.parallel_files = count;
   options.parallel_stagers = stagers_for(files, options);
-  options.chunk_bytes = chunk_bytes_for(files, options);
+  const bool is_in_store = folder.store() != nullptr;
+  if (is_in_store) {
+    options.writes_in_flight = std::max<std::size_t>(1, kPiecesInFlight / options.parallel_files);
+  }
   std::uint64_t largest = 1;
   for (const FileJob& job : files) largest = std::max(largest, job.image.bytes());
+  options.chunk_bytes = chunk_bytes_for(files, options, largest, is_in_store);
   options.chunk_bytes = static_cast<std::size_t>(
       std::min<std::uint64_t>(options.chunk_bytes, align_up(largest, os::kDirectAlignment)));
   // The largest number of chunks that the save can use. A save that is not a snapshot fills one
@@ -89,13 +97,25 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   std::size_t max_chunks = 0;
   for (const FileJob& job : files) max_chunks += chunk_count(job.image, options.chunk_bytes);
   if (!options.snapshot) {
-    max_chunks = std::min(max_chunks, (kWritesInFlight + 1) * options.parallel_files);
+    max_chunks = std::min(max_chunks, (options.writes_in_flight + 1) * options.parallel_files);
   }
   if (options.max_host_bytes == 0) {
     options.max_host_bytes = options.chunk_bytes * std::max<std::size_t>(max_chunks, 1);
   } else {
     // Idle chunks left by an earlier save with a larger budget count towards this budget.
     context.chunks.trim_to_budget(options.max_host_bytes);
+  }
+  if (is_in_store) {
+    // Each of the files needs memory for one part.
+    const std::size_t most_files = options.max_host_bytes / options.chunk_bytes;
+    if (most_files == 0) {
+      return format_error(
+          Errc::invalid_argument,
+          "max_host_bytes must be at least " + std::to_string(options.chunk_bytes) +
+              ", the size of the parts in which the largest file is uploaded, got " +
+              std::to_string(given.max_host_bytes));
+    }
+    options.parallel_files = std::min(options.parallel_files, most_files);
   }
   // If the budget is smaller than one chunk, use one smaller chunk.
   options.chunk_bytes =
@@ -109,24 +129,24 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   const std::size_t chunks = std::min(options.max_host_bytes / options.chunk_bytes, max_chunks);
   options.max_idle_bytes = given.max_host_bytes;
   // Writes run on the stagers' pool until everything is staged.
-  const std::size_t writers = writer_threads(options);
+  const std::size_t writers = writer_threads(options, is_in_store);
   for (const auto& [spec, needed] : {std::pair(options.stagers, options.parallel_stagers + writers),
                                      std::pair(options.writers, writers)}) {
     auto ensured = context.executor.ensure_threads(spec, needed);
     if (!ensured) return ensured.error();
   }
   std::shared_ptr<SaveSession> session(
-      new SaveSession(context, std::move(directory), std::move(files), options, chunks));
+      new SaveSession(context, std::move(folder), std::move(files), options, chunks));
   session->begin_work();
   return session;
 }
 
-SaveSession::SaveSession(Context& context, os::Directory directory, std::vector<FileJob> jobs,
+SaveSession::SaveSession(Context& context, Folder folder, std::vector<FileJob> jobs,
                          const SaveOptions& options, std::size_t buffers)
     : context_(context),
-      directory_(std::move(directory)),
+      folder_(std::move(folder)),
       options_(options),
-      files_(files_of(std::move(jobs), directory_)),
+      files_(files_of(std::move(jobs), folder_)),
       stagers_(context.executor.pool(options.stagers)),
       writers_(context.executor.pool(options.writers)),
       parallel_files_(std::min(options.parallel_files, files_.size())),
@@ -146,11 +166,11 @@ SaveSession::SaveSession(Context& context, os::Directory directory, std::vector<
 }
 
 std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(std::vector<FileJob> jobs,
-                                                             const os::Directory& directory) {
+                                                             const Folder& folder) {
   std::vector<std::unique_ptr<FileSave>> files;
   files.reserve(jobs.size());
   for (FileJob& job : jobs) {
-    files.push_back(std::make_unique<FileSave>(std::move(job), files.size(), directory));
+    files.push_back(std::make_unique<FileSave>(std::move(job), files.size(), folder));
   }
   return files;
 }
@@ -207,7 +227,7 @@ void SaveSession::end() noexcept {
   try {
     if (!failure_.is_set() && options_.sync && !files_.empty()) {
       const ScopedTimer timed(timing_, Activity::fsync);
-      if (auto synced = directory_.sync(); !synced) failure_.set(synced.error());
+      if (auto synced = folder_.sync(); !synced) failure_.set(synced.error());
     }
   } catch (...) {
     failure_.set(exception_error(std::current_exception(), "save"));
@@ -216,8 +236,8 @@ void SaveSession::end() noexcept {
   if (failure_.close()) {
     for (const auto& file : files_) file->output.remove();
   }
-  // Close the directory here, because threads may keep the session alive a little longer.
-  directory_.close();
+  // Close the folder here, because threads may keep the session alive a little longer.
+  folder_.close();
   timing_.ended_ns = timing_.now_ns();
   buffers_.close(options_.max_idle_bytes);
   stagers_guard_.reset();

@@ -23,12 +23,12 @@
 #include "engine/process_channel.h"
 #include "engine/results_channel.h"
 #include "engine/staging_buffers.h"
+#include "engine/store.h"
 #include "engine/task.h"
 #include "engine/throttle.h"
 #include "engine/timing.h"
 #include "error.h"
 #include "format/result_frame.h"
-#include "os/directory.h"
 #include "os/mutex.h"
 
 namespace torch_ckpt::engine {
@@ -39,6 +39,11 @@ inline constexpr std::size_t kHostChunkBytes = std::size_t{4} << 20;
 /// Chunk size for sources on a device: larger, since each submission costs driver time and the
 /// copies do not pass through a cache.
 inline constexpr std::size_t kDeviceChunkBytes = std::size_t{16} << 20;
+
+/// Writes in flight per file: the disk performs one while the next is being prepared.
+inline constexpr std::size_t kWritesInFlight = 2;
+/// Pieces in flight to a store, of all files that are written in parallel.
+inline constexpr std::size_t kPiecesInFlight = 4;
 
 struct SaveOptions {
   // A multiple of os::kDirectAlignment; 0: SaveSession::start() chooses one of the sizes above.
@@ -66,10 +71,9 @@ struct SaveOptions {
   // Set by SaveSession::start(): how many idle bytes the chunk pool may keep after the save; 0: no
   // limit.
   std::size_t max_idle_bytes = 0;
+  // Set by SaveSession::start().
+  std::size_t writes_in_flight = kWritesInFlight;  // per file
 };
-
-/// Writes in flight per file: the disk performs one while the next is being prepared.
-inline constexpr std::size_t kWritesInFlight = 2;
 
 /// A file to be written.
 struct FileJob {
@@ -122,17 +126,17 @@ struct FileWriter {
     os::Mutex timer_mutex;
   };
   Task task;
-  std::array<Write, kWritesInFlight> writes;
+  std::array<Write, kPiecesInFlight> writes;  // SaveOptions::writes_in_flight of them are used
 };
 
 /// The state of one file of a save.
 struct FileSave {
-  /// `directory` must outlive the FileSave.
-  FileSave(FileJob given, std::size_t at, const os::Directory& directory)
+  /// `folder` must outlive the FileSave.
+  FileSave(FileJob given, std::size_t at, const Folder& folder)
       : job(std::move(given)),
         number(at),
         stream(job.image),
-        output(directory, job.name, job.image, job.shared) {}
+        output(folder, job.name, job.image, job.shared) {}
 
   /// Returns the file's result. Valid once the file is complete.
   Result<format::FileResult> result() const;
@@ -195,20 +199,23 @@ struct FileSave {
 //      start. Stagers claim what is left without buffers, buffers are still released, every file
 //      ends, and all files created by the session are deleted before the last message is sent.
 //   8. If there was no error, the last file to end fsyncs the directory.
+//   9. Pieces of a file in a store (engine/store.h) have the size of the store's parts. A write sends
+//      a piece, and its thread waits until the store has sent the bytes. The caller deletes what a
+//      failed save has sent.
 //
-// No thread blocks waiting for another. A stager or writer that cannot continue is registered with
-// the resource that it needs, and the thread that releases the resource posts it again. An
-// exception or a failed allocation stops the session like any other error: steps that have started
-// need no memory to end.
+// No thread of the engine blocks waiting for another. A stager or writer that cannot continue is
+// registered with the resource that it needs, and the thread that releases the resource posts it
+// again. An exception or a failed allocation stops the session like any other error: steps that
+// have started need no memory to end.
 //
 // start() and each of the wait methods may be called by one thread at a time; progress(),
 // unfinished() and cancel() by any thread. The sources must stay alive and unchanged until
 // wait_staged() or wait_for() has returned true.
 class SaveSession : public std::enable_shared_from_this<SaveSession> {
  public:
-  /// Fails with Errc::invalid_argument if an option is out of range. Files are created in
-  /// `directory` even if its path is renamed or replaced during the save.
-  static Result<std::shared_ptr<SaveSession>> start(Context& context, os::Directory directory,
+  /// Fails with Errc::invalid_argument if an option is out of range. Files are created in a
+  /// directory even if its path is renamed or replaced during the save.
+  static Result<std::shared_ptr<SaveSession>> start(Context& context, Folder folder,
                                                     std::vector<FileJob> files,
                                                     const SaveOptions& options);
 
@@ -263,10 +270,10 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
     format::FileResult result;
   };
 
-  SaveSession(Context& context, os::Directory directory, std::vector<FileJob> jobs,
+  SaveSession(Context& context, Folder folder, std::vector<FileJob> jobs,
               const SaveOptions& options, std::size_t buffers);
   static std::vector<std::unique_ptr<FileSave>> files_of(std::vector<FileJob> jobs,
-                                                         const os::Directory& directory);
+                                                         const Folder& folder);
   void begin_work() noexcept;
   void end_file(FileSave& file, Result<> status) noexcept;
   void end() noexcept;
@@ -287,6 +294,8 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   void checksum(FileSave& file, FileWriter::Write& write) noexcept;
   void wait_for_turn(FileSave& file, FileWriter::Write& write) noexcept;
   void write(FileSave& file, FileWriter::Write& write) noexcept;
+  Result<> send(FileSave& file, std::unique_ptr<staging::Chunk>& chunk, std::uint64_t offset,
+                std::size_t bytes);
   void finish(FileSave& file, FileWriter& writer) noexcept;
 
   // Until staging is done, writes run at the stagers' priority, because stagers wait for their
@@ -312,7 +321,7 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   }
 
   Context& context_;
-  os::Directory directory_;
+  Folder folder_;
   const SaveOptions options_;
   std::vector<std::unique_ptr<FileSave>> files_;
   FirstFailure<> failure_;

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <chrono>
+#include <memory>
+#include <span>
 #include <utility>
 
 #include "engine/save_session.h"
@@ -35,18 +37,19 @@ void SaveSession::start_next_step(FileSave& file) noexcept {
   if (file.writer == nullptr || file.is_checksumming) return;
   FileWriter& writer = *file.writer;
   const auto is_busy = [](const FileWriter::Write& write) { return write.is_busy; };
+  const auto writes = std::span(writer.writes).first(options_.writes_in_flight);
   // After a failure, pieces may be missing, and the others are only released.
   const bool has_next =
       !file.staged.empty() && (file.staged.front().offset == file.bytes_taken || failure_.is_set());
   if (has_next) {
-    const auto idle = std::find_if_not(writer.writes.begin(), writer.writes.end(), is_busy);
-    if (idle == writer.writes.end()) return;
+    const auto idle = std::find_if_not(writes.begin(), writes.end(), is_busy);
+    if (idle == writes.end()) return;
     FileWriter::Write& write = *idle;
     write.buffer.splice(write.buffer.end(), file.staged, file.staged.begin());
     write.is_busy = file.is_checksumming = true;
     file.bytes_taken += write.buffer.front().contents.size();
     post(write.task, pool_for_writing(), [this, &file, &write] { checksum(file, write); });
-  } else if (file.is_staged && std::none_of(writer.writes.begin(), writer.writes.end(), is_busy)) {
+  } else if (file.is_staged && std::none_of(writes.begin(), writes.end(), is_busy)) {
     file.writer = nullptr;
     post(writer.task, pool_for_writing(), [this, &file, &writer] { finish(file, writer); });
   }
@@ -92,7 +95,7 @@ void SaveSession::wait_for_turn(FileSave& file, FileWriter::Write& write) noexce
 }
 
 void SaveSession::write(FileSave& file, FileWriter::Write& write) noexcept {
-  const StagingBuffer& buffer = write.buffer.front();
+  StagingBuffer& buffer = write.buffer.front();
   const std::size_t bytes = buffer.contents.size();
   const bool is_collective = file.output.is_collective(buffer.offset, bytes);
   if (!is_collective) {
@@ -105,6 +108,10 @@ void SaveSession::write(FileSave& file, FileWriter::Write& write) noexcept {
   if (!failure_.is_set()) {
     written = capture_exceptions([&]() -> Result<> {
       const ScopedTimer timed(timing_, Activity::write);
+      if (file.output.is_in_store()) {
+        write.written = bytes;
+        return send(file, buffer.chunk, buffer.offset, bytes);
+      }
       auto done = file.output.write(*buffer.chunk, bytes, buffer.offset, write.written);
       if (!done) return done.error();
       file.bytes_written += *done - write.written;
@@ -125,6 +132,17 @@ void SaveSession::write(FileSave& file, FileWriter::Write& write) noexcept {
   start_next_step(file);
 }
 
+/// Writes a piece of a file in a store, and waits until the store no longer needs the chunk.
+Result<> SaveSession::send(FileSave& file, std::unique_ptr<staging::Chunk>& chunk,
+                           std::uint64_t offset, std::size_t bytes) {
+  FilePiece piece;
+  piece.offset = offset;
+  piece.bytes = bytes;
+  auto sent = file.output.send(piece, chunk, [this] { return failure_.is_set(); });
+  if (sent) file.bytes_written += bytes;
+  return sent;
+}
+
 void SaveSession::finish(FileSave& file, FileWriter& writer) noexcept {
   Result<> status;
   {
@@ -135,6 +153,10 @@ void SaveSession::finish(FileSave& file, FileWriter& writer) noexcept {
     status = capture_exceptions([&]() -> Result<> {
       if (failure_.is_set())
         return format_error(Errc::cancelled, "another file of this save failed");
+      std::unique_ptr<staging::Chunk> none;
+      if (file.output.is_in_store() && file.job.image.bytes() == 0) {
+        if (auto sent = send(file, none, 0, 0); !sent) return sent;
+      }
       return file.output.finish(options_.sync, timing_);
     });
   }

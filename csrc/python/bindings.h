@@ -14,5 +14,6 @@ void bind_plan(pybind11::module_& module);
 void bind_model(pybind11::module_& module);
 void bind_pool(pybind11::module_& module);
 void bind_verify(pybind11::module_& module);
+void bind_store(pybind11::module_& module);
 
 }  // namespace torch_ckpt::python

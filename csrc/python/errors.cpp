@@ -67,6 +67,7 @@ py::object class_of(Errc code) {
     case Errc::directory_moved:
     case Errc::wrong_base:
     case Errc::frame_damaged:
+    case Errc::store:
     case Errc::result_missing:
       return error_class("CheckpointError");
     case Errc::internal:

@@ -25,6 +25,7 @@ PYBIND11_MODULE(_core, module) {
   python::bind_model(module);
   python::bind_pool(module);
   python::bind_verify(module);
+  python::bind_store(module);
   module.def(
       "crc32",
       [](std::span<const std::byte> data, std::uint32_t crc) { return format::crc32(crc, data); },

@@ -10,6 +10,7 @@
 #include "engine/fetch_plan.h"
 #include "planning/region.h"
 #include "python/bindings.h"
+#include "python/folder.h"
 #include "python/gil.h"
 #include "python/list.h"
 #include "python/reads.h"
@@ -31,13 +32,14 @@ std::vector<planning::StoredRecord> records_of(const std::vector<const ObjectRea
 }
 
 /// Returns the bytes of each object.
-py::list load_bytes(const std::vector<const ObjectRead*>& reads, const os::Directory& directory,
+py::list load_bytes(const std::vector<const ObjectRead*>& reads, const py::object& directory,
                     const py::object& tables, const py::object& options) {
   index::NameTable names;
   const std::vector<planning::StoredRecord> records = records_of(reads, names);
   const std::vector<engine::LoadFile> files = files_with_tables(names, tables);
   engine::LoadOptions load = load_options(options);
-  without_gil([&] { return engine::check_records_fit(directory, files, records, load); });
+  engine::Folder folder = folder_of(directory);
+  without_gil([&] { return engine::check_records_fit(folder, files, records, load); });
   std::vector<engine::RegionRead> complete;
   py::list values;
   for (const planning::StoredRecord& record : records) {
@@ -54,9 +56,7 @@ py::list load_bytes(const std::vector<const ObjectRead*>& reads, const os::Direc
   }
   const py::none no_progress;
   without_gil([&]() -> Result<> {
-    auto own = directory.duplicate();
-    if (!own) return own.error();
-    auto session = engine::LoadSession::start(engine::Context::process(), std::move(*own), files,
+    auto session = engine::LoadSession::start(engine::Context::process(), std::move(folder), files,
                                               std::move(complete), load);
     if (!session) return session.error();
     wait_for(**session, no_progress);
@@ -83,8 +83,9 @@ py::list ranges_of(const engine::FetchPlan& plan, const std::vector<engine::File
 }
 
 /// Returns the numbers of the reads and the ranges of each wave.
-py::list waves_of(const engine::FetchPlan& plan, const os::Directory& copies,
+py::list waves_of(const engine::FetchPlan& plan, const py::object& directory,
                   std::uint64_t max_bytes) {
+  const engine::Folder copies = folder_of(directory);
   const auto waves = without_gil([&] { return plan.waves(copies, max_bytes); });
   return list_of(waves, [&](const engine::FetchPlan::Wave& wave) {
     return py::make_tuple(wave.reads, ranges_of(plan, wave.ranges));

@@ -238,10 +238,9 @@ std::shared_ptr<engine::LoadSession> LoadWaves::load(
   engine::LoadOptions options = options_;
   options.target_bytes = held;
   options.ready.insert(options.ready.end(), ready.begin(), ready.end());
-  auto session =
-      engine::LoadSession::start(engine::Context::process(), directory_.duplicate().value(), files_,
-                                 std::move(reads), options)
-          .value();
+  auto session = engine::LoadSession::start(engine::Context::process(), folder_.duplicate().value(),
+                                            files_, std::move(reads), options)
+                     .value();
   wait_(*session, bytes_done_);
   if (auto failure = session->failure()) throw Failure(std::move(*failure));
   return session;

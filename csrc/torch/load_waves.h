@@ -32,11 +32,11 @@ class LoadWaves {
   /// the number of bytes read by earlier waves.
   using Wait = std::function<void(engine::LoadSession& load, std::uint64_t done_before)>;
 
-  /// `options.max_scratch_bytes` is the limit. The directory, the reads and their tensors must
+  /// `options.max_scratch_bytes` is the limit. The folder, the reads and their tensors must
   /// outlive this object.
-  LoadWaves(const os::Directory& directory, std::vector<engine::LoadFile> files,
+  LoadWaves(const engine::Folder& folder, std::vector<engine::LoadFile> files,
             engine::LoadOptions options, Wait wait, const std::vector<TensorRead>& reads)
-      : directory_(directory),
+      : folder_(folder),
         files_(std::move(files)),
         options_(std::move(options)),
         wait_(std::move(wait)),
@@ -69,7 +69,7 @@ class LoadWaves {
                                             std::uint64_t held,
                                             const std::vector<staging::ReadyEvent>& ready);
 
-  const os::Directory& directory_;
+  const engine::Folder& folder_;
   const std::vector<engine::LoadFile> files_;
   const engine::LoadOptions options_;
   const Wait wait_;

@@ -140,14 +140,14 @@ auto wait_without_gil(const Wait& wait) {
 
 }  // namespace
 
-void Save::start(engine::Context& context, const os::Directory& directory, SaveSources& sources,
+void Save::start(engine::Context& context, const engine::Folder& folder, SaveSources& sources,
                  const engine::NamingOptions& naming, const engine::SaveOptions& options) {
   {
     const python::ReleasedGil released;
     engine::SaveLayout layout = sources.lay_out(naming);
     file_names_ = std::move(layout.file_names);
-    path_ = directory.path();
-    auto session = engine::SaveSession::start(context, directory.duplicate().value(),
+    path_ = folder.path();
+    auto session = engine::SaveSession::start(context, folder.duplicate().value(),
                                               std::move(layout.files), options);
     session_ = std::move(session).value();
     std::swap(sources_, sources);

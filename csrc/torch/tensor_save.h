@@ -14,8 +14,8 @@
 
 #include "engine/save_layout.h"
 #include "engine/save_session.h"
+#include "engine/store.h"
 #include "format/result_frame.h"
-#include "os/directory.h"
 #include "os/mutex.h"
 #include "planning/safetensors_layout.h"
 #include "torch/extents.h"
@@ -95,7 +95,7 @@ class Save {
   Save& operator=(const Save&) = delete;
 
   /// Starts the engine. Empties `sources`.
-  void start(engine::Context& context, const os::Directory& directory, SaveSources& sources,
+  void start(engine::Context& context, const engine::Folder& folder, SaveSources& sources,
              const engine::NamingOptions& naming, const engine::SaveOptions& options);
 
   /// The functions that run() calls. Each may be empty.

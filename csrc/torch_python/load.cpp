@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "engine/fetch_plan.h"
-#include "os/directory.h"
 #include "planning/region.h"
 #include "planning/strides.h"
+#include "python/folder.h"
 #include "python/gil.h"
 #include "python/list.h"
 #include "python/reads.h"
@@ -91,11 +91,12 @@ class MarkedAsChanged {
 };
 
 /// Does the reads. Returns the numbers of those that torch.load must do.
-std::vector<std::size_t> load(const TensorReads& reads, const os::Directory& directory,
+std::vector<std::size_t> load(const TensorReads& reads, const py::object& directory,
                               const py::object& tables, const py::object& options,
                               const py::object& progress, const Events& ready) {
+  const engine::Folder folder = folder_of(directory);
   tensors::LoadWaves waves(
-      directory, files_with_tables(reads.files(), tables), load_options(options, ready),
+      folder, files_with_tables(reads.files(), tables), load_options(options, ready),
       [&progress](engine::LoadSession& session, std::uint64_t done_before) {
         wait_for(session, progress, done_before);
       },

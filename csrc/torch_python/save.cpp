@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "python/errors.h"
+#include "python/folder.h"
 #include "python/gil.h"
 #include "python/list.h"
 #include "python/memory.h"
@@ -36,7 +37,7 @@ void add_background(engine::SaveOptions& options, const py::object& background,
   options.max_bytes_per_second = background.attr("max_bytes_per_second").cast<std::uint64_t>();
 }
 
-void start(Save& save, const os::Directory& directory, const std::string& prefix,
+void start(Save& save, const py::object& directory, const std::string& prefix,
            tensors::SaveSources& sources, std::size_t buckets, std::uint64_t bytes_per_bucket,
            bool file_per_item, const std::string& separation_hint, std::size_t chunk_bytes,
            std::size_t max_host_bytes, const py::object& direct_io, bool sync, bool snapshot,
@@ -54,7 +55,7 @@ void start(Save& save, const os::Directory& directory, const std::string& prefix
   options.ready = ready_events(ready);
   options.children = channel_of(children);
   if (!background.is_none()) add_background(options, background, low_priority_copies);
-  save.start(Context::process(), directory, sources, naming, options);
+  save.start(Context::process(), folder_of(directory), sources, naming, options);
   pass_on_warnings();
 }
 

@@ -43,7 +43,7 @@ class LoadLimitTest : public ::testing::Test {
   }
 
   test::TempDir temporary_;
-  const os::Directory directory_ = test::open_directory(temporary_);
+  const Folder directory_ = test::open_directory(temporary_);
   const std::vector<LoadFile> files_{{"data", {}}};
   LoadOptions options_;
 };

@@ -72,7 +72,12 @@ std::uint64_t Reads::bytes() const {
 }
 
 std::shared_ptr<LoadSession> Reads::start(const LoadOptions& options) const {
-  auto session = LoadSession::start(context(), open_directory(directory_), files_,
+  return start_in(open_directory(directory_), options);
+}
+
+std::shared_ptr<LoadSession> Reads::start_in(engine::Folder folder,
+                                             const LoadOptions& options) const {
+  auto session = LoadSession::start(context(), std::move(folder), files_,
                                     {requests_.begin(), requests_.end()}, options);
   EXPECT_TRUE(ok(session));
   return *session;

@@ -60,6 +60,9 @@ class Reads {
   std::uint64_t bytes() const;
 
   std::shared_ptr<engine::LoadSession> start(const engine::LoadOptions& options = {}) const;
+  /// Starts the requests in another folder with the same files.
+  std::shared_ptr<engine::LoadSession> start_in(engine::Folder folder,
+                                                const engine::LoadOptions& options) const;
   std::shared_ptr<engine::LoadSession> run(const engine::LoadOptions& options = {}) const;
   /// Runs the requests, which must succeed.
   void run_all(const engine::LoadOptions& options = {}) const;

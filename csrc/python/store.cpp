@@ -1,0 +1,233 @@
+#include "engine/store.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "engine/context.h"
+#include "os/mutex.h"
+#include "python/bindings.h"
+#include "python/gil.h"
+#include "python/memory.h"
+#include "python/text.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt::python {
+namespace {
+
+using engine::FilePiece;
+
+/// A chunk to which Python objects refer. Gives the chunk back to the pool unless it is taken.
+class LentChunk {
+ public:
+  explicit LentChunk(std::unique_ptr<staging::Chunk> chunk) : chunk_(std::move(chunk)) {}
+  ~LentChunk() {
+    if (chunk_ != nullptr) engine::Context::process().chunks.give_back(std::move(chunk_));
+  }
+  LentChunk(const LentChunk&) = delete;
+  LentChunk& operator=(const LentChunk&) = delete;
+
+  std::span<std::byte> first(std::size_t bytes) const {
+    return chunk_ == nullptr ? std::span<std::byte>() : chunk_->bytes().first(bytes);
+  }
+  void add_user() {
+    const os::MutexLock lock(mutex_);
+    ++users_;
+  }
+  void remove_user() {
+    const os::MutexLock lock(mutex_);
+    if (--users_ == 0) unused_.notify_all();
+  }
+  /// Waits until no Python object refers to the chunk; returns false if `timeout` expires first.
+  bool wait_until_unused(std::chrono::duration<double> timeout) {
+    const auto deadline = std::chrono::steady_clock::now() +
+                          std::chrono::duration_cast<std::chrono::nanoseconds>(timeout);
+    const os::MutexLock lock(mutex_);
+    while (users_ > 0) {
+      if (!unused_.wait_until(mutex_, deadline)) return users_ == 0;
+    }
+    return true;
+  }
+  /// Returns the chunk, or nullptr while Python objects refer to it.
+  std::unique_ptr<staging::Chunk> take() {
+    const os::MutexLock lock(mutex_);
+    return users_ == 0 ? std::move(chunk_) : nullptr;
+  }
+
+ private:
+  std::unique_ptr<staging::Chunk> chunk_;
+  os::Mutex mutex_;
+  os::CondVar unused_;
+  std::size_t users_ TC_GUARDED_BY(mutex_) = 0;
+};
+
+/// The bytes of a piece as a Python buffer.
+class PieceBuffer {
+ public:
+  PieceBuffer(std::shared_ptr<LentChunk> chunk, std::size_t bytes)
+      : chunk_(std::move(chunk)), bytes_(bytes) {
+    chunk_->add_user();
+  }
+  ~PieceBuffer() { chunk_->remove_user(); }
+  PieceBuffer(const PieceBuffer&) = delete;
+  PieceBuffer& operator=(const PieceBuffer&) = delete;
+
+  std::span<std::byte> bytes() const { return chunk_->first(bytes_); }
+
+ private:
+  const std::shared_ptr<LentChunk> chunk_;
+  const std::size_t bytes_;
+};
+
+/// A piece as the argument of a Python function.
+struct LentPiece {
+  FilePiece piece;
+  std::shared_ptr<LentChunk> chunk;
+  std::function<bool()> is_cancelled;
+};
+
+/// Converts the current Python exception, which is not an error of this library, to an error of
+/// `operation`.
+Error error_of(const py::error_already_set& raised, const char* operation,
+               const std::string& path) {
+  const py::object& value = raised.value();
+  Error error = format_error(Errc::store, py::str(value).cast<std::string>());
+  if (raised.matches(PyExc_OSError)) {
+    const py::object number = value.attr("errno");
+    const py::object text = value.attr("strerror");
+    error.code = Errc::system;
+    error.sys_errno = number.is_none() ? EIO : number.cast<int>();
+    if (!text.is_none()) error.detail = py::str(text).cast<std::string>();
+  } else if (!raised.matches(py::module_::import("torch_ckpt.errors").attr("CheckpointError"))) {
+    error.detail = std::string(py::str(raised.type().attr("__name__"))) + ": " + error.detail;
+  }
+  error.operation = operation;
+  error.path = path;
+  return error;
+}
+
+/// A store whose functions are written in Python.
+class PythonStore final : public engine::Store {
+ public:
+  /// files: an object with the methods that docs of _core.Store describe.
+  PythonStore(std::string path, py::object files)
+      : path_(std::move(path)), files_(std::move(files)) {}
+  ~PythonStore() override {
+    if (Py_IsInitialized() != 0) {
+      const EnsuredGil gil;
+      files_ = py::object();
+    } else {
+      files_.release();
+    }
+  }
+
+  std::string path() const override { return path_; }
+
+  Result<> write(const std::string& name, const FilePiece& piece,
+                 std::unique_ptr<staging::Chunk>& chunk,
+                 const std::function<bool()>& is_cancelled) override {
+    auto lent = std::make_shared<LentChunk>(std::move(chunk));
+    auto done = call("write", name, [&] {
+      files_.attr("write")(text_of(name), LentPiece{piece, lent, is_cancelled});
+      return Result<>();
+    });
+    chunk = lent->take();
+    if (done && chunk == nullptr && piece.bytes > 0) {
+      return format_error(Errc::internal, "the store still uses a chunk that it has written");
+    }
+    return done;
+  }
+
+  Result<std::uint64_t> size(const std::string& name) override {
+    return call("open", name, [&]() -> Result<std::uint64_t> {
+      return files_.attr("size")(text_of(name)).cast<std::uint64_t>();
+    });
+  }
+
+  Result<> read(const std::string& name, std::uint64_t offset, std::span<std::byte> out) override {
+    auto done = call("read", name, [&]() -> Result<> {
+      const py::object bytes = files_.attr("read")(text_of(name), offset, out.size());
+      const Memory memory(bytes);
+      if (memory.bytes().size() != out.size()) {
+        return format_error(Errc::range_past_end, "requested " + std::to_string(out.size()) +
+                                                      " bytes, got " +
+                                                      std::to_string(memory.bytes().size()));
+      }
+      const ReleasedGil released;
+      if (!out.empty()) std::memcpy(out.data(), memory.bytes().data(), out.size());
+      return {};
+    });
+    if (done) return done;
+    Error error = std::move(done).error();
+    error.path = path_of(name);
+    error.offset = offset;
+    return error;
+  }
+
+ private:
+  /// Calls a Python function with the GIL, and converts its exceptions.
+  template <class Function>
+  auto call(const char* operation, const std::string& name, const Function& function)
+      -> decltype(function()) {
+    const EnsuredGil gil;
+    return outlasting_python([&]() -> decltype(function()) {
+      try {
+        return function();
+      } catch (const py::error_already_set& raised) {
+        return error_of(raised, operation, path_of(name));
+      } catch (const py::cast_error& error) {
+        return format_error(Errc::internal,
+                            std::string("a store returned another type: ") + error.what());
+      }
+    });
+  }
+
+  const std::string path_;
+  py::object files_;
+};
+
+}  // namespace
+
+void bind_store(py::module_& module) {
+  py::class_<PieceBuffer, std::shared_ptr<PieceBuffer>>(module, "PieceBuffer",
+                                                        py::buffer_protocol())
+      .def_buffer([](const PieceBuffer& buffer) {
+        const auto bytes = buffer.bytes();
+        return py::buffer_info(bytes.data(), 1, "B", 1, {bytes.size()}, {1}, true);
+      });
+  py::class_<LentPiece>(module, "FilePiece")
+      .def_property_readonly("file_bytes", [](const LentPiece& it) { return it.piece.file_bytes; })
+      .def_property_readonly("offset", [](const LentPiece& it) { return it.piece.offset; })
+      .def_property_readonly("bytes", [](const LentPiece& it) { return it.piece.bytes; })
+      .def_property_readonly("is_last", [](const LentPiece& it) { return it.piece.is_last(); })
+      .def_property_readonly("is_cancelled", [](const LentPiece& it) { return it.is_cancelled(); })
+      .def("buffer",
+           [](const LentPiece& it) {
+             return std::make_shared<PieceBuffer>(it.chunk, it.piece.bytes);
+           })
+      .def(
+          "wait",
+          [](const LentPiece& it, double seconds) {
+            return it.chunk->wait_until_unused(std::chrono::duration<double>(seconds));
+          },
+          py::arg("seconds"), NoGil());
+  py::class_<engine::Store, std::shared_ptr<engine::Store>>(module, "Store")
+      .def(py::init([](const py::str& path, py::object files) -> std::shared_ptr<engine::Store> {
+             return std::make_shared<PythonStore>(bytes_of(path), std::move(files));
+           }),
+           py::arg("path"), py::arg("files"))
+      .def_property_readonly("path",
+                             [](const engine::Store& store) { return text_of(store.path()); });
+}
+
+}  // namespace torch_ckpt::python
