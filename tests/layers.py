@@ -28,8 +28,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("huggingface", "megatron", "multihost", "steps"),
     ("loading", "saving"),
     ("events", "inspection", "state"),
-    ("checkpoint", "ranks", "stores"),
-    ("options",),
+    ("checkpoint", "ranks"),
+    ("options", "stores"),
     ("_base", "errors", "intervals"),
 )
 

@@ -14,6 +14,7 @@ from torch_ckpt._core import (
     FetchPlan,
     ObjectRead,
     ProcessChannel,
+    Store,
     WrittenFiles,
 )
 from torch_ckpt.options import Background, ReadOptions
@@ -35,7 +36,7 @@ class Save:
     def __init__(self, watch: SourceWatch | None = None) -> None: ...
     def start(
         self,
-        directory: Directory,
+        directory: Directory | Store,
         prefix: str,
         sources: SaveSources,  # is emptied
         *,
@@ -337,7 +338,7 @@ class TensorReads:
     def load(
         self,
         *,
-        directory: Directory,
+        directory: Directory | Store,
         tables: CheckpointIndex | dict[str, bytes],
         options: ReadOptions,
         progress: Callable[[int], None] | None = None,

@@ -5,7 +5,7 @@ Importing it takes milliseconds. ``torch_ckpt._C`` accepts and returns its class
 
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch_ckpt.options import Background, ReadOptions
 
@@ -276,7 +276,7 @@ class ObjectRead:
 def load_bytes(
     reads: list[ObjectRead],
     *,
-    directory: Directory,
+    directory: Directory | Store,
     tables: CheckpointIndex | dict[str, bytes],
     options: ReadOptions,
 ) -> list[bytes]:
@@ -379,6 +379,60 @@ class DirectoryLease:
         """Ends the lease and removes nothing."""
 
 def metadata_name(rank: int | None) -> str: ...
+
+class PieceBuffer:
+    """The bytes of a :class:`FilePiece`; supports the buffer protocol, read-only."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class FilePiece:
+    """A piece of a file that the engine writes to a :class:`Store` (csrc/engine/store.h)."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the complete file."""
+
+    @property
+    def offset(self) -> int:
+        """Offset of the piece in the file."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of the piece."""
+
+    @property
+    def is_last(self) -> bool:
+        """True if the piece is at the end of the file."""
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True if the save has failed or was cancelled. Then the call must end soon."""
+
+    def buffer(self) -> PieceBuffer:
+        """The bytes. The engine uses the memory again when no buffer of the piece exists."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until no buffer of the piece exists; False if ``seconds`` have passed first."""
+
+class _StoreFiles(Protocol):
+    def write(self, name: str, piece: FilePiece, /) -> object: ...
+    def size(self, name: str, /) -> int: ...
+    def read(self, name: str, offset: int, bytes: int, /) -> bytes | memoryview: ...
+
+class Store:
+    """Files that are not in a local directory (csrc/engine/store.h).
+
+    The engine calls the methods of ``files`` from its threads: ``write`` for each piece, which
+    returns when no buffer of the piece exists and, for the last piece, when the file is complete;
+    ``size`` of a file; and ``read``, which returns exactly ``bytes`` bytes. ``files`` must not
+    refer to the store.
+    """
+
+    def __init__(self, path: str, files: _StoreFiles) -> None: ...
+    @property
+    def path(self) -> str:
+        """Path or URL, for messages."""
+
 def choose_prefix(directory: Directory, prefix: str, taken: Set[str] = ...) -> str:
     """Chooses the prefix of one rank's data files: ``prefix``, or the same with a new tag if the
     directory has any metadata, or data files of the rank, or if ``taken`` contains ``prefix``.

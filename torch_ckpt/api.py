@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt._base.checks import require_choice
+from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.huggingface.model_target import ModelTarget, Safetensors, refuse_model_options
@@ -39,6 +40,7 @@ from torch_ckpt.ranks.failures import reraise_torch_failures
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.saving import handle
 from torch_ckpt.saving.handle import AsyncSave
+from torch_ckpt.saving.object_target import ObjectTarget
 from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.saving.target import DirectoryTarget, Target
 from torch_ckpt.saving.writer import FileSystemWriter
@@ -78,8 +80,7 @@ def save(
             :class:`PerRank` and other objects with a ``state_dict`` method (docs/state.md). A
             function that returns such a dict is also accepted. If the function raises an exception,
             the save fails immediately on all ranks.
-        checkpoint_id: the checkpoint directory. Only :class:`CheckpointManager` and
-            ``torch_ckpt.training`` accept URLs.
+        checkpoint_id: path or URL of the checkpoint (docs/remote.md).
         format: "checkpoint", or "safetensors" for a directory of safetensors files in Hugging
             Face's layout, which can hold only tensors; or a :class:`Safetensors` with the options
             of such files.
@@ -164,7 +165,7 @@ def async_save(
 
     Args:
         state_dict: see :func:`save`.
-        checkpoint_id: the checkpoint directory.
+        checkpoint_id: path or URL of the checkpoint.
         staging: "blocking" returns as soon as everything has been copied to host memory; the
             tensors can then safely be modified. "overlapped" returns immediately; do not modify the
             tensors until the handle's ``staged`` future is done (see :meth:`AsyncSave.guard`). If a
@@ -244,9 +245,10 @@ def load(
             replaced, and a stored tensor may replace a number or None. Modules, optimizers and
             other top-level objects with a ``state_dict`` method are restored, too (docs/state.md).
             An optimizer need not have any state yet.
-        checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for
-            the newest complete step of the run. The step is not deleted during the load. Can also
-            be a safetensors file, or a directory of safetensors files.
+        checkpoint_id: path or URL of the checkpoint; or ``ROOT/40`` for step 40 of a run; or ROOT
+            for the newest complete step of the run. The step is not deleted during the load. Can
+            also be a safetensors file, or a directory of safetensors files. A URL must be that of a
+            checkpoint.
         options: the options of the reads.
         planner: the planner to use instead of the engine. The state dict is then loaded by
             ``dcp.load`` with torch_ckpt's reader, and ``strict=False``, ``names``, ``rename`` and
@@ -439,6 +441,8 @@ def target_of(
     require_choice("format", format, ("checkpoint", "safetensors"))
     if format == "safetensors":
         return ModelTarget(checkpoint_id, Safetensors(), options)
+    if is_url(checkpoint_id):
+        return ObjectTarget(str(checkpoint_id), options)
     return DirectoryTarget(checkpoint_id, options)
 
 

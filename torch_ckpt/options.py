@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
@@ -91,6 +91,8 @@ class WriteOptions:
         direct_io: True, False, or "auto", which uses direct I/O if the file system supports it.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
         background: threads and priorities of a background save.
+        storage_options: credentials and other settings of an object store, as for fsspec; see
+            docs/remote.md. Options with these settings cannot be pickled.
 
     Raises:
         ValueError: an option is out of range or contradicts another one.
@@ -110,6 +112,7 @@ class WriteOptions:
     direct_io: bool | str = "auto"
     progress: ProgressOption = None
     background: Background = field(default_factory=Background)
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require_io_options(self.thread_count, self.direct_io)
@@ -130,6 +133,7 @@ class WriteOptions:
             require_at_least("max_host_bytes", self.max_host_bytes, 4096)
 
     def __getstate__(self) -> dict[str, Any]:
+        _refuse_secrets(self.storage_options)
         # Progress bars and callbacks belong to the caller's process.
         return self.__dict__ | {"progress": None}
 
@@ -178,6 +182,7 @@ class ReadOptions:
             this option only for checkpoints that you trust. By default, only tensors, builtin
             types, other allow-listed types (see SECURITY.md) and types declared with
             ``torch.serialization.add_safe_globals`` are loaded.
+        storage_options: see :class:`WriteOptions`.
 
     Raises:
         ValueError: an option is out of range.
@@ -197,10 +202,15 @@ class ReadOptions:
     read_once: bool = False
     progress: ProgressOption = None
     allow_pickle: bool = False
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require_io_options(self.thread_count, self.direct_io)
         require_at_least("max_inflight_bytes", self.max_inflight_bytes, LEAST_INFLIGHT_BYTES)
+
+    def __getstate__(self) -> dict[str, Any]:
+        _refuse_secrets(self.storage_options)
+        return self.__dict__
 
     @property
     def threads(self) -> int:
@@ -217,9 +227,19 @@ class ReadOptions:
 DEFAULT_READ_OPTIONS = ReadOptions()
 
 
+def _refuse_secrets(storage_options: Mapping[str, Any] | None) -> None:
+    """Raises TypeError if options with credentials are to be pickled."""
+    if storage_options is not None:
+        raise TypeError(
+            "options with storage_options cannot be pickled, because these may contain "
+            "credentials. Set the credentials of the other process in its environment"
+        )
+
+
 def named_options(options: WriteOptions | ReadOptions) -> dict[str, Any]:
     """Returns the options by name, for the classes of DCP's contract."""
-    return {option.name: getattr(options, option.name) for option in fields(options)}
+    names = [option.name for option in fields(options) if option.name != "storage_options"]
+    return {name: getattr(options, name) for name in names}
 
 
 def refuse_options(caller: Callable[..., Any], given: Iterable[str], **typed: type) -> NoReturn:

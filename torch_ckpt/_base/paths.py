@@ -1,4 +1,4 @@
-"""Local paths and URLs. Only the roots of runs may be URLs."""
+"""Local paths and URLs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ def refuse_url(path: object) -> None:
     """Raises ValueError if ``path`` is a URL, which pathlib would treat as a relative path."""
     if is_url(path):
         raise ValueError(
-            f"{path} is a URL, but a checkpoint directory must be a local path. Only "
-            "CheckpointManager and torch_ckpt.training accept a URL, as the root of a run (see "
-            "docs/remote.md)."
+            f"{path} is a URL, and a local path is needed here. CheckpointManager and "
+            "torch_ckpt.save, async_save and load accept URLs (see docs/remote.md)."
         )
 
 

@@ -15,7 +15,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,14 +25,16 @@ from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 from torch_ckpt import _C, _core
 from torch_ckpt._base.checks import require_instance
 from torch_ckpt._base.cuda_events import record_events
-from torch_ckpt._base.paths import refuse_url
+from torch_ckpt._base.paths import is_url
 from torch_ckpt._base.progress import Progress, reporting
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.dtypes import Conversions, lost_precision
 from torch_ckpt.checkpoint.index import (
+    MAX_METADATA_BYTES,
     METADATA_NAME,
     decode_index,
     metadata_bytes_in,
+    no_checkpoint,
     read_safetensors,
 )
 from torch_ckpt.checkpoint.locating import is_present, open_checkpoint
@@ -44,6 +46,8 @@ from torch_ckpt.checkpoint.metadata import (
 )
 from torch_ckpt.checkpoint.reading import Reading, copy_by_torch, in_waves
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
+from torch_ckpt.stores import open_store
+from torch_ckpt.stores.folder import ObjectFolder, engine_files, store_errors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -68,9 +72,9 @@ class Source:
         bytes_moved: the bytes moved by all reads.
 
     Attributes that :meth:`open` sets:
-        directory: the open directory; None if it is closed.
-        location: path of the checkpoint directory or of the safetensors file. If ``path`` is a
-            run's root, this is the step's directory.
+        directory: the open directory, or the objects beneath a URL; None if it is closed.
+        location: path of the checkpoint directory or of the safetensors file, or the URL. If
+            ``path`` is a run's root, this is the step's directory.
         resolved: what must be equal on all ranks of a load: the directory that a root or a step
             number leads to. None if there is nothing to compare.
         index: the index of the checkpoint; None if the caller of ``dcp.load`` passed the metadata.
@@ -79,9 +83,6 @@ class Source:
         metadata_digest: a digest of the metadata, which is equal on all ranks that read the same
             checkpoint; None without ``read_once``.
         has_all_ranks: False if the metadata describes only the values of one rank.
-
-    Raises:
-        ValueError: ``path`` is a URL.
     """
 
     def __init__(
@@ -91,7 +92,6 @@ class Source:
         transforms: _StorageReaderTransforms | None = None,
     ) -> None:
         require_instance("options", options, ReadOptions)
-        refuse_url(path)
         self.path = path
         self.title = self.location = os.fspath(path)
         self.options = options
@@ -105,7 +105,7 @@ class Source:
         self.rank: int | None = 0
         self.narrowed: Conversions = {}
         self.bytes_moved = 0
-        self.directory: OpenDirectory | None = None
+        self.directory: OpenDirectory | ObjectFolder | None = None
         self.resolved: str | None = None
         self.index: _core.CheckpointIndex | None = None
         self.safetensors: _core.SafetensorsFiles | None = None
@@ -135,36 +135,54 @@ class Source:
         self.index = self.safetensors = self.metadata_digest = None
         self._metadata = self._descriptors = None
         try:
-            # Lock the directory before reading the metadata: from then on, no save can remove the
-            # files that it names.
-            self.directory, self.location, file = open_checkpoint(self.path)
-            share_or_warn(self.directory)
-            # Only a root or a step number must be resolved to the same directory on all ranks: a
-            # newer step may be completed before the next rank looks for the newest one.
-            self.resolved = None if self.location == str(Path(self.path)) else self.location
-            name = next((name for name in names if is_present(name, self.directory)), names[0])
-            self.has_all_ranks = name == METADATA_NAME
-            if file is not None:
-                self.safetensors = read_safetensors(self.directory, file)
+            self._encoded = data, _at = (
+                self._open_objects(names) if is_url(self.path) else self._open_directory(names)
+            )
+            if self.safetensors is not None:
                 self.index = self.safetensors.index
-                # Models of the same architecture have equal headers, so include the path.
-                files = [(f.name, f.bytes, f.header_crc) for f in self.safetensors.files]
-                contents = os.path.realpath(self.location), files, self.index.tables()
-                data = repr(contents).encode(errors="surrogatepass")
-                self._encoded = data, self.location
+            elif self.options.allow_pickle:
+                self.index = index_of(self.metadata(), self.title)
             else:
-                data = metadata_bytes_in(self.directory, name)
-                self._encoded = data, os.path.join(self.directory.path, name)
-                if self.options.allow_pickle:
-                    self.index = index_of(self.metadata(), self.title)
-                else:
-                    self.index = decode_index(*self._encoded)
+                self.index = decode_index(*self._encoded)
             self.tables = self.index
             if self.options.read_once:
                 self.metadata_digest = hashlib.blake2b(data, digest_size=16).digest()
         except BaseException:
             self.close()
             raise
+
+    def _open_directory(self, names: Sequence[str]) -> tuple[bytes, str]:
+        """Opens the directory. Returns the contents of the metadata file and its path, or, for
+        safetensors files, a description of the headers and the location."""
+        # Lock the directory before reading the metadata: from then on, no save can remove the files
+        # that it names.
+        self.directory, self.location, file = open_checkpoint(self.path)
+        share_or_warn(self.directory)
+        # Only a root or a step number must be resolved to the same directory on all ranks: a newer
+        # step may be completed before the next rank looks for the newest one.
+        self.resolved = None if self.location == str(Path(self.path)) else self.location
+        name = next((name for name in names if is_present(name, self.directory)), names[0])
+        self.has_all_ranks = name == METADATA_NAME
+        if file is None:
+            return metadata_bytes_in(self.directory, name), os.path.join(self.directory.path, name)
+        self.safetensors = read_safetensors(self.directory, file)
+        # Models of the same architecture have equal headers, so include the path.
+        files = [(f.name, f.bytes, f.header_crc) for f in self.safetensors.files]
+        contents = os.path.realpath(self.location), files, self.safetensors.index.tables()
+        return repr(contents).encode(errors="surrogatepass"), self.location
+
+    def _open_objects(self, names: Sequence[str]) -> tuple[bytes, str]:
+        """Opens the objects beneath a URL. Returns the contents of the metadata and its URL."""
+        self.directory = ObjectFolder(
+            open_store(os.fspath(self.path), self.options.storage_options)
+        )
+        self.location, self.resolved = self.directory.path, None
+        for name in names:
+            self.has_all_ranks = name == METADATA_NAME
+            with suppress(FileNotFoundError):
+                data = self.directory.read(name, MAX_METADATA_BYTES)
+                return data, self.directory.store.url_of(name)
+        raise no_checkpoint(self.location, f"{names[0]} beneath this URL")
 
     def metadata(self) -> Metadata:
         """Returns the metadata, decoded into torch's objects."""
@@ -247,9 +265,9 @@ class Source:
         showing: AbstractContextManager[Callable[[Progress], None] | None] = nullcontext()
         if progress:
             showing = reporting(progress, f"load {Path(self.path).name}", self.rank, planned)
-        with showing as shown:
+        with showing as shown, store_errors(self.directory):
             unknown = reads.load(
-                directory=self.directory,
+                directory=engine_files(self.directory),
                 tables=self.tables,
                 options=self.options,
                 progress=report,
@@ -275,9 +293,11 @@ class Source:
             options: replaces the options of the source.
         """
         assert self.directory is not None
-        return _core.load_bytes(
-            reads, directory=self.directory, tables=self.tables, options=options or self.options
-        )
+        directory = engine_files(self.directory)
+        with store_errors(self.directory):
+            return _core.load_bytes(
+                reads, directory=directory, tables=self.tables, options=options or self.options
+            )
 
     def verifies_parts(self) -> Callable[[str], bool]:
         """Returns a function that returns True for files whose records are verified in partial

@@ -32,6 +32,7 @@ from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.write import Written
+from torch_ckpt.stores.folder import ObjectFolder
 
 
 class Opened(NamedTuple):
@@ -95,9 +96,9 @@ class Target:
 
     def files(
         self, state: SaveState, items: bytes, layout: bytes
-    ) -> tuple[OpenDirectory, str, _C.SaveSources]:
-        """Returns the directory in which this rank writes, the prefix of its file names, and the
-        values to write.
+    ) -> tuple[OpenDirectory | ObjectFolder, str, _C.SaveSources]:
+        """Returns the directory or objects that this rank writes, the prefix of its file names, and
+        the values to write.
 
         Args:
             items: the items that the plan assigns to this rank.

@@ -18,6 +18,7 @@ from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.options import Background, WriteOptions
 from torch_ckpt.saving.host_memory import default_snapshot_bytes, limit_to_budget
 from torch_ckpt.saving.snapshots import source_changed
+from torch_ckpt.stores.folder import ObjectFolder, engine_files, store_errors
 
 # Seconds between two checks of a write, without and with a progress bar.
 _REST_SECONDS = 5.0
@@ -48,7 +49,7 @@ class Written:
 
 def write_files(
     save: _C.Save,
-    directory: OpenDirectory,
+    directory: OpenDirectory | ObjectFolder,
     prefix: str,
     sources: _C.SaveSources,
     options: WriteOptions,
@@ -68,6 +69,7 @@ def write_files(
 
     Args:
         save: the write, which has not started.
+        directory: the directory, or the objects, of the checkpoint.
         prefix: prefix of the file names, ``__{rank}_``.
         sources: the values to write. This function empties the sources.
         title: title of the progress bar.
@@ -100,7 +102,7 @@ def write_files(
     identity = DirectoryIdentity.of(directory)
     _core.fault_point("engine begins", directory.path)
     save.start(
-        directory,
+        engine_files(directory),
         prefix,
         sources,
         buckets=options.files,
@@ -119,7 +121,10 @@ def write_files(
     try:
         if is_snapshot:
             _core.fault_point("engine has begun", directory.path)
-        with reporting(options.progress, title, rank, save.progress()[0]) as show:
+        with (
+            reporting(options.progress, title, rank, save.progress()[0]) as show,
+            store_errors(directory),
+        ):
             # Wake up regularly to show progress and to let Ctrl-C in, which only reaches the main
             # thread.
             on_wait = None if show is None else lambda: show(progress_of(save))
@@ -130,7 +135,11 @@ def write_files(
         _core.fault_point("files are written", directory.path)
     except BaseException:
         # The error refers to this frame and thereby to `save`, so dropping `save` would not end it.
-        _core.remove_files(directory, save.cancel_and_wait())
+        names = save.cancel_and_wait()
+        if isinstance(directory, ObjectFolder):
+            directory.remove_written()
+        else:
+            _core.remove_files(directory, names)
         save.finish()
         # A kept error must not keep the directory open.
         del directory

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_ckpt import _C, _core
+from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, METADATA_NAME
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
@@ -136,7 +137,7 @@ class RemoteSource(Source):
         return text.replace(str(staged), self._files.url) if staged.name else text
 
     def _waves(self, plan: _core.FetchPlan, max_bytes: int) -> list[tuple[list[int], list[_Range]]]:
-        assert self.directory is not None
+        assert isinstance(self.directory, OpenDirectory)
         return plan.waves(self.directory, max_bytes)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import importlib
 import inspect
@@ -67,9 +68,12 @@ class FsspecStore(ObjectStore):
         path = self._path(name)
         self._make_directory_of(path)
         if self.root.kind == "memory" or (self._is_async and bytes <= part):
-            data = b"".join(feed)
+            data = bytearray()
+            for view in feed:
+                data += view
+                del view
             with self._lock:
-                self._fs.pipe_file(path, data)
+                self._fs.pipe_file(path, builtins.bytes(data))
             return self._head(name).version
         with self._lock:
             file = self._fs.open(path, "wb", block_size=part, autocommit=False)
@@ -162,6 +166,12 @@ class FsspecStore(ObjectStore):
         if not found.agrees(version):
             raise Changed(errno.ESTALE, "the object was replaced while it was read")
         return found
+
+    def _read_range(self, name: str, offset: int, bytes: int, version: Version) -> memoryview:
+        data = memoryview(self._range(name, offset, offset + bytes))
+        if version != Version() and not self._head(name).version.agrees(version):
+            raise Changed(errno.ESTALE, "the object was replaced while it was read")
+        return data
 
     def _range(self, name: str, begin: int, end: int) -> bytes:
         if begin == end:

@@ -184,6 +184,22 @@ class ObstoreStore(ObjectStore):
         view[:] = data
         return found
 
+    def _read_range(self, name: str, offset: int, bytes: int, version: Version) -> memoryview:
+        end = offset + bytes
+        result = self._obstore.get(self._backend, self._key(name), options={"range": (offset, end)})
+        # The answer itself has the version, so that no condition is needed in the request.
+        if not _version(result.meta).agrees(version):
+            raise Changed(errno.ESTALE, "the object was replaced while it was read")
+        if tuple(result.range) != (offset, end):
+            begin, last = result.range
+            raise OSError(
+                errno.EIO, f"requested bytes {offset} to {end}, got bytes {begin} to {last}"
+            )
+        data = memoryview(result.bytes())
+        if data.nbytes != bytes:
+            raise OSError(errno.EIO, f"requested {bytes} bytes, got {data.nbytes}")
+        return data
+
     def _list(self, prefix: str) -> Iterator[list[Entry]]:
         beneath = self._key(prefix).rstrip("/") or None
         pages = self._obstore.list(self._backend, beneath, chunk_size=_PAGE)

@@ -1,0 +1,216 @@
+"""The objects of one checkpoint, as the files of the engine's saves and loads.
+
+The engine calls :class:`_Files` from its own threads (csrc/engine/store.h):
+
+1. ``write`` receives each piece of a file. The first piece starts an upload, which asks for the
+   pieces in the order of the file. The call returns when the upload no longer reads the piece, and
+   the call with the last piece when the object is complete.
+2. ``size`` asks for the size and version of an object, once.
+3. ``read`` reads a range of that version.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch_ckpt import _core
+from torch_ckpt._base.log import warn
+from torch_ckpt._core import Directory as OpenDirectory
+from torch_ckpt.stores.object_store import Entry, ObjectStore
+
+# Seconds between two checks that the save still runs.
+_REST_SECONDS = 0.2
+
+
+class ObjectFolder:
+    """The objects of one checkpoint. Stands for an open directory in the engine's calls.
+
+    Attributes:
+        path: URL of the checkpoint.
+        store: the objects.
+        files: the argument of the engine's calls.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.path = store.root.url
+        # The engine's store keeps this object alive, so the object must not refer to the folder.
+        self._calls = _Files(store)
+        self.files = _core.Store(self.path, self._calls)
+
+    def identity(self) -> tuple[int, int, int, int]:
+        """Returns zeros: one URL is one folder on all hosts."""
+        return 0, 0, 0, 0
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Reads an object of at most ``limit`` bytes."""
+        return self.store.read(name, limit)[0]
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Ends unfinished uploads, and deletes objects. Warns if that fails."""
+        self._calls.stop()
+        try:
+            self.store.delete(names)
+        except OSError as error:
+            warn(f"{self.path}: objects of a failed save remain: {error}")
+
+    def remove_written(self) -> None:
+        """Ends unfinished uploads, and deletes the objects that this process has written."""
+        self.remove(self._calls.written())
+
+    def close(self) -> None:
+        """Ends unfinished uploads."""
+        self._calls.stop()
+
+    @contextmanager
+    def own_errors(self) -> Iterator[None]:
+        """Block with calls of the engine. Raises the store's error instead of the engine's, which
+        has its text."""
+        self._calls.error = None
+        try:
+            yield
+        except Exception as error:
+            raise (self._calls.error or error) from None
+
+
+def engine_files(folder: OpenDirectory | ObjectFolder) -> OpenDirectory | _core.Store:
+    """Returns the argument for the engine's calls."""
+    return folder.files if isinstance(folder, ObjectFolder) else folder
+
+
+def store_errors(folder: OpenDirectory | ObjectFolder) -> AbstractContextManager[None]:
+    """Block with calls of the engine, which raises the errors of a store unchanged."""
+    return folder.own_errors() if isinstance(folder, ObjectFolder) else nullcontext()
+
+
+class _Files:
+    """The functions that the engine calls; see the module's docstring."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._uploads: dict[str, _Upload] = {}
+        self._entries: dict[str, Entry] = {}
+        #: The first error of a call.
+        self.error: BaseException | None = None
+
+    def write(self, name: str, piece: _core.FilePiece) -> None:
+        with self._lock:
+            upload = self._uploads.get(name)
+            if upload is None:
+                upload = self._uploads[name] = _Upload(self._store, name, piece.file_bytes)
+        with self._keeping_error():
+            upload.send(piece)
+
+    def size(self, name: str) -> int:
+        with self._lock:
+            entry = self._entries.get(name)
+        if entry is None:
+            with self._keeping_error():
+                entry = self._store.head(name)
+            with self._lock:
+                entry = self._entries.setdefault(name, entry)
+        return entry.bytes
+
+    def read(self, name: str, offset: int, bytes: int) -> memoryview:
+        with self._keeping_error():
+            return self._store.read_range(name, offset, bytes, self._entries[name].version)
+
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                self.error = self.error or error.with_traceback(None)
+            raise
+
+    def written(self) -> list[str]:
+        return list(self._uploads)
+
+    def stop(self) -> None:
+        for upload in self._uploads.values():
+            upload.stop()
+
+
+class _Upload:
+    """The upload of one object, in a thread of its own."""
+
+    def __init__(self, store: ObjectStore, name: str, bytes: int) -> None:
+        self._store = store
+        self._name = name
+        self._bytes = bytes
+        self._changed = threading.Condition()
+        # The pieces that are not yet sent, by offset.
+        self._pieces: dict[int, memoryview] = {}
+        self._stopped = False
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        thread = threading.Thread(target=self._run, name=f"upload {name}", daemon=True)
+        thread.start()
+
+    def send(self, piece: _core.FilePiece) -> None:
+        """Sends a piece, and waits until the upload no longer reads the piece."""
+        with self._changed:
+            if not self._ended.is_set() and piece.bytes > 0:
+                self._pieces[piece.offset] = memoryview(piece.buffer())
+                self._changed.notify_all()
+        while not (piece.wait(_REST_SECONDS) or self._ended.is_set()):
+            self._raise_if_cancelled(piece)
+        while piece.is_last and not self._ended.wait(_REST_SECONDS):
+            self._raise_if_cancelled(piece)
+        if self._error is not None:
+            self._pieces.clear()
+            raise self._error.with_traceback(None)
+
+    def stop(self) -> None:
+        """Ends the upload, which stores nothing if it is not complete."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _raise_if_cancelled(self, piece: _core.FilePiece) -> None:
+        # Do not wait for the store, which may not answer.
+        if piece.is_cancelled or self._stopped:
+            self.stop()
+            raise self._cancelled()
+
+    def _cancelled(self) -> InterruptedError:
+        url = self._store.url_of(self._name)
+        return InterruptedError(errno.EINTR, "upload failed: the save was cancelled", url)
+
+    def _run(self) -> None:
+        try:
+            self._store.put(self._name, _Pieces(self), self._bytes)
+        except BaseException as error:
+            self._error = error.with_traceback(None)
+        finally:
+            self._ended.set()
+
+    def take(self, offset: int) -> memoryview:
+        """Waits for the piece at an offset, and returns it."""
+        with self._changed:
+            while offset not in self._pieces:
+                if self._stopped:
+                    raise self._cancelled()
+                self._changed.wait()
+            return self._pieces.pop(offset)
+
+
+class _Pieces(Iterator[memoryview]):
+    """The pieces of an upload, in order. Keeps no reference to a piece, so that the piece is free
+    as soon as the store has sent it."""
+
+    def __init__(self, upload: _Upload) -> None:
+        self._upload = upload
+        self._offset = 0
+
+    def __next__(self) -> memoryview:
+        if self._offset == self._upload._bytes:
+            raise StopIteration
+        piece = self._upload.take(self._offset)
+        self._offset += piece.nbytes
+        return piece
