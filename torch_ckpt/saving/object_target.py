@@ -87,9 +87,10 @@ class ObjectTarget(Target):
         meta = StorageMeta(checkpoint_id=self.path, save_id=str(uuid.uuid4()))
         data = plan.encode(written, meta)
         files = {name for of_rank in written for name in of_rank.files.names}
-        replaced = self._files_of_replaced()
         try:
-            self._store_metadata(bytes(data))
+            with self.busy():
+                replaced = self._files_of_replaced()
+                self._store_metadata(bytes(data))
         except (FileExistsError, Changed):
             raise NotCommitted(
                 f"{self.path}: another save has stored a checkpoint here since this save began; "
@@ -99,7 +100,8 @@ class ObjectTarget(Target):
             self._folder = None  # the checkpoint may be visible, so its files must stay
             raise DurabilityUncertain(str(error), errno.ETIMEDOUT) from None
         self._folder = None
-        self._remove_replaced(replaced - files)
+        with self.busy():
+            self._remove_replaced(replaced - files)
         return data.seal
 
     def discard(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -23,6 +24,9 @@ from torch_ckpt.stores.object_store import Entry, ObjectStore
 
 # Seconds between two checks that the save still runs.
 _REST_SECONDS = 0.2
+
+# Seconds for what remains to be done at a store after a save has failed.
+_END_SECONDS = 10.0
 
 
 class ObjectFolder:
@@ -49,21 +53,18 @@ class ObjectFolder:
         """Reads an object of at most ``limit`` bytes."""
         return self.store.read(name, limit)[0]
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Ends unfinished uploads, and deletes objects. Warns if that fails."""
-        self._calls.stop()
+    def remove_written(self) -> None:
+        """Ends unfinished uploads, and deletes the objects that this process has written. Warns if
+        that fails."""
+        names = self._calls.end_uploads()
         try:
-            self.store.delete(names)
+            self.store.within(_END_SECONDS).delete(names)
         except OSError as error:
             warn(f"{self.path}: objects of a failed save remain: {error}")
 
-    def remove_written(self) -> None:
-        """Ends unfinished uploads, and deletes the objects that this process has written."""
-        self.remove(self._calls.written())
-
     def close(self) -> None:
         """Ends unfinished uploads."""
-        self._calls.stop()
+        self._calls.end_uploads()
 
     @contextmanager
     def own_errors(self) -> Iterator[None]:
@@ -128,12 +129,17 @@ class _Files:
                 self.error = self.error or error.with_traceback(None)
             raise
 
-    def written(self) -> list[str]:
-        return list(self._uploads)
-
-    def stop(self) -> None:
-        for upload in self._uploads.values():
+    def end_uploads(self) -> list[str]:
+        """Ends unfinished uploads, and returns the names of all. An object must not appear after
+        its deletion, so the call waits for requests that cannot be stopped."""
+        with self._lock:
+            uploads, self._uploads = self._uploads, {}
+        for upload in uploads.values():
             upload.stop()
+        deadline = time.monotonic() + _END_SECONDS
+        for upload in uploads.values():
+            upload.wait(deadline - time.monotonic())
+        return list(uploads)
 
 
 class _Upload:
@@ -171,6 +177,10 @@ class _Upload:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the upload has ended, at most for ``seconds``."""
+        self._ended.wait(max(seconds, 0.0))
 
     def _raise_if_cancelled(self, piece: _core.FilePiece) -> None:
         # Do not wait for the store, which may not answer.
