@@ -97,7 +97,12 @@ def _seaweedfs(
     ports = [f"-{name}={other}" for name, other in zip(names, others, strict=False)]
     command = [found, f"-logdir={directory}", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += [f"-dir={data}", "-filer", "-s3", f"-s3.port={port}", f"-s3.config={config}", *ports]
-    command += ["-volume.max=60", "-master.volumeSizeLimitMB=64", "-s3.port.iceberg=0"]
+    command += [
+        "-volume.max=60",
+        "-master.volumeSizeLimitMB=64",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+    ]
     command += ["-master.telemetry=false"]
     return subprocess.Popen(command, stdout=log, stderr=log, cwd=directory)
 
@@ -131,7 +136,7 @@ def _await(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 
 def _create_bucket(options: dict[str, str]) -> None:
-    """Creates the bucket, by the protocol that both servers' consoles use: a signed PUT."""
+    """Creates the bucket, and waits until the server can store an object."""
     import boto3
     from botocore.config import Config
 
@@ -144,7 +149,6 @@ def _create_bucket(options: dict[str, str]) -> None:
         config=Config(retries={"max_attempts": 10, "mode": "standard"}),
     )
     client.create_bucket(Bucket=BUCKET)
-    # SeaweedFS answers before it can store.
     for attempt in range(50):
         try:
             client.put_object(Bucket=BUCKET, Key="ready", Body=b"")

@@ -80,7 +80,7 @@ class ObjectServer:
         pause: seconds before each MiB that the server receives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.log: list[Request] = []
@@ -89,7 +89,7 @@ class ObjectServer:
         self.page, self.pause = 1000, 0.0
         self.lock = threading.Lock()
         self.ended = threading.Event()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 

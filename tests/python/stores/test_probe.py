@@ -1,4 +1,4 @@
-"""What a probe finds out, and that it leaves nothing behind."""
+"""Probes find missing permissions and ignored conditions, and leave nothing behind."""
 
 from __future__ import annotations
 

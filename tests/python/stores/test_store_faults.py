@@ -202,7 +202,7 @@ def test_a_server_without_ranges_is_refused(server: ObjectServer, store: ObjectS
     assert "non-partial response" in str(failure_of(read, store))
 
 
-def test_content_is_not_decoded(server: ObjectServer, store: ObjectStore) -> None:
+def test_a_content_encoding_is_ignored(server: ObjectServer, store: ObjectStore) -> None:
     server.fault = lambda request: Fault("headers", headers={"Content-Encoding": "gzip"})
     assert read(store) == b"2345"
 
@@ -309,6 +309,61 @@ def test_a_server_that_is_not_there_is_named() -> None:
             # botocore repeats requests, too.
             assert error.errno in (errno.ECONNREFUSED, errno.ETIMEDOUT)
             assert "Check the endpoint" in str(error)
+
+
+def test_an_upload_outlives_a_server_that_is_away() -> None:
+    first = ObjectServer()
+    with first.running():
+        store = obstore_store(URL, first.options, Limits(connect=1, progress=5, retry=20))
+
+        def parts() -> Iterator[memoryview]:
+            yield from [memoryview(bytes(16 * MIB))] * 2
+            away.set()
+            yield memoryview(bytes(16 * MIB))
+
+        away, failures = threading.Event(), []
+
+        def run() -> None:
+            try:
+                store.put("big", parts(), 48 * MIB)
+            except OSError as error:
+                failures.append(error)
+
+        # Holds the answers back until the server is away.
+        first.fault = lambda r: Fault("reset") if r.kind == "part" and away.wait(10) else None
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert away.wait(10)
+    second = ObjectServer(int(first.url.rpartition(":")[2]))
+    second.uploads = first.uploads
+    threading.Event().wait(2)  # Nothing listens.
+    with second.running():
+        thread.join(30)
+        assert failures == []
+        assert len(second.objects["run/big"].data) == 48 * MIB
+
+
+@pytest.mark.full
+def test_a_frozen_server_is_named(real_servers: Callable[[str], Any]) -> None:
+    started = real_servers("seaweedfs")
+    limits = Limits(connect=1, progress=2, retry=3)
+    store = obstore_store("s3://checkpoints/frozen", started.options, limits)
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(bytes(16 * MIB))
+        os.kill(started.pid, signal.SIGSTOP)
+        yield from [memoryview(bytes(16 * MIB))] * 5
+
+    begun = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError, match="upload failed: ") as caught:
+            store.put("big", parts(), 96 * MIB)
+        assert time.monotonic() - begun < 2 * limits.stalled
+        assert caught.value.filename == store.url_of("big")
+    finally:
+        os.kill(started.pid, signal.SIGCONT)
+    store.put("small", [memoryview(b"1")], 1)
+    assert store.read("small", 1)[0] == b"1"
 
 
 SIGNALLED = """
