@@ -44,6 +44,7 @@ class FsspecStore(ObjectStore):
         failure: Exception | None = None
         try:
             kind = importlib.import_module("fsspec").get_filesystem_class(protocol)
+            settings = kind._get_kwargs_from_urls(root.url) | settings
             # fsspec's cache of instances would keep the settings.
             self._fs = kind(skip_instance_cache=True, use_listings_cache=False, **settings)
         except Exception as error:

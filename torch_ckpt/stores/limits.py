@@ -6,12 +6,13 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_EMPTY = memoryview(b"")
 # Seconds between two checks of the limits.
 _SLICE = 0.5
 
@@ -52,17 +53,18 @@ class Abandoned(Exception):
 
 
 class Feed(Iterator[memoryview]):
-    """The parts of an upload, on their way from the caller to the library.
+    """The views of an upload, on their way from the caller to the library.
 
-    Counts the bytes, and the time for which the library waits for the caller, which is no stall of
-    the server. Keeps no reference to a view.
+    Counts the bytes, and splits views that are larger than a part. Records the time for which the
+    library waits for the caller, which is no stall of the server.
     """
 
-    def __init__(self, parts: Iterator[memoryview], bytes: int) -> None:
-        self._parts = iter(parts)
-        self._missing = bytes
-        self._bytes = bytes
-        self.in_parts = False
+    def __init__(self, views: Iterable[memoryview], bytes: int, part: int) -> None:
+        self._views = iter(views)
+        self._rest = _EMPTY
+        self._bytes = self._missing = bytes
+        self._part = part
+        self.waits_for_caller = False
         self.progressed = time.monotonic()
         self.is_abandoned = False
         #: The error of the caller's iterator, or a wrong number of bytes.
@@ -71,28 +73,34 @@ class Feed(Iterator[memoryview]):
     def __next__(self) -> memoryview:
         if self.is_abandoned:
             raise Abandoned
+        self.waits_for_caller = True
         try:
-            return self._next()
+            while not self._rest:
+                self._rest = self._next()
         except StopIteration:
             raise
         except BaseException as error:
             self.error = error
             raise
-
-    def _next(self) -> memoryview:
-        self.in_parts = True
-        try:
-            view = next(self._parts, None)
         finally:
             self.progressed = time.monotonic()
-            self.in_parts = False
+            self.waits_for_caller = False
+        view, rest = self._rest, _EMPTY
+        if len(view) > self._part:
+            view, rest = view[: self._part], view[self._part :]
+        # No reference to a view remains, not even an empty slice of it.
+        self._rest = rest
+        return view
+
+    def _next(self) -> memoryview:
+        view = next(self._views, None)
         self._missing -= 0 if view is None else view.nbytes
         if self._missing < 0 or (view is None and self._missing):
             more = "more" if self._missing < 0 else "fewer"
             raise ValueError(f"the parts of the upload have {more} than {self._bytes} bytes")
         if view is None:
             raise StopIteration
-        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+        return view.cast("B") if view.nbytes else _EMPTY
 
 
 def call(function: Callable[[], T], limits: Limits, feed: Feed | None = None) -> T:
@@ -133,7 +141,7 @@ def _check(limits: Limits, begun: float, feed: Feed | None) -> None:
     now = time.monotonic()
     if limits.total is not None and now - begun > limits.total:
         raise _timed_out(f"it took longer than the limit of {limits.total:g} s")
-    if feed is not None and feed.in_parts:
+    if feed is not None and feed.waits_for_caller:
         return
     last = begun if feed is None else feed.progressed
     if now - last > limits.stalled:

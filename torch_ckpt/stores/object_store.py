@@ -89,12 +89,14 @@ class ObjectStore(ABC):
     """Objects beneath one URL. Thread-safe.
 
     Names are relative to the URL, and are checked by
-    :func:`torch_ckpt.stores.urls.check_name`. Each call waits at most for its time limits, in the
-    calling thread, so that signal handlers run and their exceptions end the wait. Failures raise
-    ``OSError`` with ``errno`` and, as ``filename``, the URL of the object: ``FileNotFoundError``,
-    ``PermissionError``, ``TimeoutError``, and :class:`FileExistsError` or :class:`Changed` if a
-    condition does not hold. No error has the library's exception as its cause or context, because
-    such an exception can have secrets.
+    :func:`torch_ckpt.stores.urls.check_name`. A call waits in slices, at most for its limits, so
+    that signal handlers run and their exceptions end the wait. After a ``TimeoutError``, a write
+    may still take place.
+
+    Failures raise ``OSError`` with ``errno`` and, as ``filename``, the URL of the object:
+    ``FileNotFoundError``, ``PermissionError``, ``TimeoutError``, and ``FileExistsError`` or
+    :class:`Changed` if a condition does not hold. An error has no cause or context, because a
+    library's exception can have secrets.
 
     Implementations define the methods with an underscore, which may raise any exception of their
     library.
@@ -135,24 +137,22 @@ class ObjectStore(ABC):
         unless its file system cannot do that (sftp, for example).
 
         **Views.** The store iterates in a thread of its own, and asks for the next view only if a
-        part may be sent. It does not copy: it exports the buffer of a view until the view's part
-        has been sent. Until then, ``view.release()`` raises ``BufferError``. If the iterator keeps
-        no reference to the view, the view is deallocated and its exporter released (C's
-        ``bf_releasebuffer``, in any thread) at the moment at which the store no longer reads the
-        memory, so a chunk whose exporter was released may be filled again. Part ``i`` may be
-        released after part ``i + 1``. One chunk of :func:`part_bytes` suffices for progress;
-        :func:`parts_in_flight` plus one keep all connections busy.
+        part may be sent. It does not copy: it exports a view's buffer until the bytes have been
+        sent. If the iterator keeps no reference to the view, the view's exporter is released (C's
+        ``bf_releasebuffer`` is called, in any thread) as soon as the store no longer reads the
+        memory, even while the iterator blocks. The memory may then be filled again. Views may be
+        released in another order. The memory of :func:`part_bytes` suffices for progress; that of
+        :func:`parts_in_flight` plus one parts keeps all connections busy.
 
-        If the call raises, some views may still be exported, and read, until the library's
-        request ends. Do not fill a chunk again before its exporter was released.
+        If the call raises, the store may still read some views until the library's request ends.
+        Do not fill memory again before its exporter was released.
 
         Raises:
             ValueError: the views have more or fewer than ``bytes`` bytes. Errors of ``parts`` are
                 raised as they are. In both cases nothing is stored.
         """
-        feed = Feed(iter(parts), bytes)
-        in_flight = parts_in_flight(bytes)
-        part = part_bytes(bytes)
+        part, in_flight = part_bytes(bytes), parts_in_flight(bytes)
+        feed = Feed(parts, bytes, part)
         return self._call(
             "upload", name, lambda: self._put(name, feed, bytes, part, in_flight), feed
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from urllib.parse import quote
 
 #: Replaces a secret.
 HIDDEN = "***"
 
 # Environment variables whose values are secrets.
 _VARIABLES = re.compile(
-    r"(AWS|AZURE|GOOGLE|GCS|FSSPEC)_\w*(KEY|SECRET|TOKEN|PASSWORD|SAS|CREDENTIAL)\w*"
+    r"(AWS|AZURE|GOOGLE|GCS|FSSPEC)_\w*(KEY|SECRET|TOKEN|PASSWORD|SAS)\w*(?<!FILE)"
 )
 # Shorter values are parts of other words, and are too short to be a secret.
 _SHORTEST = 4
@@ -43,6 +44,7 @@ class Redactor:
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         values = {*secrets, *(v for k, v in os.environ.items() if _VARIABLES.fullmatch(k))}
+        values |= {quote(value, safe="") for value in values}
         # The longest first: one secret may contain another.
         self._secrets = sorted((v for v in values if len(v) >= _SHORTEST), key=len, reverse=True)
 

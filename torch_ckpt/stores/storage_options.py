@@ -91,8 +91,9 @@ _CREDENTIALS = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
-# Options whose values may appear in messages.
-_PUBLIC = ("endpoint", "url", "region", "host", "verify", "bundle", "style", "Encryption", "name")
+# Ends of the names of options whose values may appear in messages, and values that are words.
+_PUBLIC = ("endpoint", "url", "region", "host", "verify", "bundle", "style", "_name", "profile")
+_WORDS = ("anon", "cloud", "google_default")
 
 
 class Options:
@@ -122,7 +123,7 @@ class Options:
         return [
             value.decode(errors="replace") if isinstance(value, bytes) else value
             for name, value in _flat(self._values)
-            if isinstance(value, str | bytes) and (name == "username" or not name.endswith(_PUBLIC))
+            if isinstance(value, str | bytes) and value not in _WORDS and not name.endswith(_PUBLIC)
         ]
 
 

@@ -57,7 +57,7 @@ _CAUSES = [
     ),
     _Cause(
         r"code: 40[13]\b|AccessDenied|SignatureDoesNotMatch|InvalidAccessKeyId|Forbidden|Unauthor"
-        r"|necessary privileges|NoCredentials|locate credentials|instance credentials",
+        r"|necessary privileges|valid authentication|NoCredentials|(?:locate|instance) credentials",
         errno.EACCES,
         "",
         _CREDENTIALS,
@@ -124,11 +124,8 @@ _NUMBERS = {
 }
 _ADVICE = {errno.EACCES: _CREDENTIALS, errno.ETIMEDOUT: _REACH, errno.ECONNREFUSED: _REACH}
 
-# Failures after which a request may have been carried out.
-_UNKNOWN = frozenset(
-    [errno.ETIMEDOUT, errno.ECONNRESET, errno.EREMOTEIO, errno.ECONNREFUSED, errno.EIO]
-)
-_TRANSIENT = _UNKNOWN - {errno.EIO}
+# Failures that may pass. A request may have been carried out nevertheless.
+_TRANSIENT = (errno.ETIMEDOUT, errno.ECONNRESET, errno.EREMOTEIO, errno.ECONNREFUSED)
 
 
 def translate(error: BaseException, operation: str, url: str, redactor: Redactor) -> OSError:
@@ -169,7 +166,7 @@ def was_repeated(error: BaseException) -> bool:
 def unknown_outcome(error: BaseException) -> bool:
     """True if a write that failed may have been carried out, now or by an earlier attempt."""
     number = _cause_of(error).number
-    return number in _UNKNOWN or (was_repeated(error) and number in (errno.EEXIST, errno.ESTALE))
+    return number in _TRANSIENT or (was_repeated(error) and number in (errno.EEXIST, errno.ESTALE))
 
 
 def number_of(error: BaseException) -> int:

@@ -198,6 +198,12 @@ def test_a_name_outside_of_the_root_is_refused(store: ObjectStore) -> None:
                 call(name)
 
 
+def test_errors_can_be_sent_to_other_ranks() -> None:
+    error = pickle.loads(pickle.dumps(Changed(errno.ESTALE, "the object was replaced", "s3://b/a")))
+    assert isinstance(error, Changed)
+    assert (error.errno, error.filename) == (errno.ESTALE, "s3://b/a")
+
+
 def test_a_store_cannot_be_pickled(store: ObjectStore) -> None:
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(store)
@@ -251,24 +257,23 @@ def test_views_are_released_when_they_are_no_longer_read(store: ObjectStore) -> 
     assert read_range(store, "a", 11 * chunks.size, 11 * chunks.size + 1) == b"\x0b"
 
 
-def test_a_view_that_is_being_sent_cannot_be_released(server: ObjectServer) -> None:
+def test_memory_is_exported_while_it_is_sent(server: ObjectServer) -> None:
     store = obstore_store("s3://bucket/run", server.options)
-    refused = []
+    chunks = [bytearray(16 * MIB) for _ in range(2)]
+    exported = []
 
     def parts() -> Iterator[memoryview]:
-        for _ in range(2):
-            view = memoryview(bytearray(16 * MIB))
-            yield view
+        for chunk in chunks:
+            yield memoryview(chunk)
             try:
-                view.release()
+                chunk.append(0)  # Impossible while its buffer is exported.
             except BufferError:
-                refused.append(view)
+                exported.append(chunk)
 
     store.put("a", parts(), 32 * MIB)
-    assert refused
-    gc.collect()
-    for view in refused:
-        view.release()
+    assert exported
+    for chunk in exported:
+        chunk.append(0)
 
 
 def test_an_upload_continues_with_chunks_for_one_part(server: ObjectServer) -> None:
@@ -296,6 +301,19 @@ def test_an_upload_continues_with_chunks_for_one_part(server: ObjectServer) -> N
     stored = server.objects["run/a"].data
     assert [stored[number * 8 * MIB] for number in range(8)] == list(range(8))
     assert server.kinds().count("part") == 4
+
+
+def test_a_large_view_is_split_into_parts(server: ObjectServer) -> None:
+    sizes: list[int] = []
+    server.fault = lambda request: sizes.append(int(request.headers["content-length"]))
+    data = random.Random(1).randbytes(40 * MIB)
+    store = obstore_store("s3://bucket/run", server.options)
+    store.put("a", iter([memoryview(data)[: 3 * MIB], memoryview(data)[3 * MIB :]]), len(data))
+    assert server.objects["run/a"].data == data
+    assert sorted(sizes)[-3:] == [8 * MIB, 16 * MIB, 16 * MIB]
+    words = memoryview(data[: 32 * MIB]).cast("q")
+    store.put("a", [words, memoryview(b"")], 32 * MIB)
+    assert server.objects["run/a"].data == data[: 32 * MIB]
 
 
 def test_a_small_object_is_one_request(server: ObjectServer) -> None:
