@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -96,6 +98,13 @@ class ObjectServer:
     @property
     def options(self) -> dict[str, Any]:
         return {"key": KEY, "secret": SECRET, "endpoint_url": self.url}
+
+    def encrypt(self, certificate: Path, key: Path) -> None:
+        """Uses TLS for connections that begin later."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self.url = self.url.replace("http:", "https:")
 
     def kinds(self) -> list[str]:
         return [request.kind for request in self.log]

@@ -47,9 +47,11 @@ class FsspecStore(ObjectStore):
             settings = kind._get_kwargs_from_urls(root.url) | settings
             # fsspec's cache of instances would keep the settings.
             self._fs = kind(skip_instance_cache=True, use_listings_cache=False, **settings)
+        except ImportError as error:
+            hint = "Install torch_ckpt[remote], or the package for this protocol"
+            failure = ImportError(redactor(f"{root.url}: {error}. {hint}."))
         except Exception as error:
-            refused = ImportError if isinstance(error, ImportError) else ValueError
-            failure = refused(redactor(f"{root.url}: {error}"))
+            failure = ValueError(redactor(f"{root.url}: {error}"))
         if failure is not None:
             raise failure
         self._root: str = self._fs._strip_protocol(root.url).rstrip("/")
@@ -59,6 +61,9 @@ class FsspecStore(ObjectStore):
         self._lock: Any = (
             nullcontext() if self._is_async else _memory if is_memory else threading.Lock()
         )
+
+    def _apply_limits(self) -> None:
+        pass  # A file system of fsspec keeps its limits.
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -47,6 +47,14 @@ class Limits:
         """
         return self.connect + self.progress + self.retry + min(5.0, self.progress)
 
+    def within(self, seconds: float) -> Limits:
+        """Returns limits with which a library reports a failure before ``seconds`` have passed."""
+        most = seconds / 3
+        total = min(seconds, self.total or seconds)
+        return Limits(
+            min(self.connect, most), min(self.progress, most), min(self.retry, most), total
+        )
+
 
 class Abandoned(Exception):
     """Ends the thread of a call for which the caller no longer waits."""

@@ -6,7 +6,7 @@ import builtins
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torch_ckpt.stores.limits import Feed, Limits, call, pauses
@@ -123,8 +123,8 @@ class ObjectStore(ABC):
         """Returns the same store with a limit of ``seconds`` for each call."""
         store = object.__new__(type(self))
         store.__dict__.update(self.__dict__)
-        total = min(seconds, self.limits.total or seconds)
-        store.limits = replace(self.limits, total=total)
+        store.limits = self.limits.within(seconds)
+        store._apply_limits()
         return store
 
     # --- writes -----------------------------------------------------------------------------------
@@ -263,6 +263,10 @@ class ObjectStore(ABC):
             yield from (entry for entry in page if _is_allowed(entry.name))
 
     # --- to be implemented ------------------------------------------------------------------------
+
+    @abstractmethod
+    def _apply_limits(self) -> None:
+        """Passes new limits on to the library."""
 
     @abstractmethod
     def _put(self, name: str, feed: Feed, bytes: int, part: int, in_flight: int) -> Version: ...

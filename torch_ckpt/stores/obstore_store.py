@@ -43,13 +43,18 @@ class ObstoreStore(ObjectStore):
         self._obstore = importlib.import_module("obstore")
         self._prefix = f"{root.prefix}/" if root.prefix and root.kind != "http" else ""
         self._backend = self._single_deletes = backend
-        if backend is None:
-            config = obstore_config(root.kind, options, root.account)
-            self._backend = self._open(config)
-            # Some servers of MinIO's code refuse bulk deletes.
-            single = config._replace(values=config.values | {"disable_bulk_delete": True})
-            self._single_deletes = self._open(single) if root.kind == "s3" else self._backend
+        self._config = None if backend else obstore_config(root.kind, options, root.account)
         self._refuses_bulk_deletes = False
+        self._apply_limits()
+
+    def _apply_limits(self) -> None:
+        if (config := self._config) is None:
+            return
+        self._backend = self._single_deletes = self._open(config)
+        if self.root.kind == "s3":
+            # Some servers of MinIO's code refuse bulk deletes.
+            values = config.values | {"disable_bulk_delete": True}
+            self._single_deletes = self._open(config._replace(values=values))
 
     def _open(self, config: Config) -> Any:
         stores = importlib.import_module("obstore.store")

@@ -59,7 +59,8 @@ def probe(store: ObjectStore, read_only: bool, seconds: float = 10.0) -> Probe:
     Takes at most ``seconds``. The object is deleted, unless deleting is what fails.
     """
     found = Probe()
-    deadline = time.monotonic() + seconds
+    begun = time.monotonic()
+    deadline = begun + 0.8 * seconds
     name = f"{PROBE_PREFIX}{os.urandom(8).hex()}"
 
     def attempt(operation: str, function: Callable[[ObjectStore], object]) -> bool:
@@ -83,8 +84,7 @@ def probe(store: ObjectStore, read_only: bool, seconds: float = 10.0) -> Probe:
         if written and attempt("read", lambda some: some.read(name, 64)):
             attempt("write", lambda some: _replace(some, name, found))
     finally:
-        # Also if the probe has used up its time.
-        deadline = max(deadline, time.monotonic() + 2)
+        deadline = begun + seconds
         attempt("delete", lambda some: some.delete([name]))
     return found
 

@@ -149,6 +149,9 @@ class Config(NamedTuple):
     client: dict[str, Any]
     credentials: Callable[[], Any] | None = None
 
+    def __repr__(self) -> str:
+        return f"Config({', '.join(self.values)})"
+
 
 def obstore_config(kind: str, options: Options, account: str = "") -> Config:
     """Translates options for a kind of store: "s3", "gs", "az" or "http".

@@ -66,7 +66,7 @@ _CAUSES = [
     _Cause(
         r"BadScheme|scheme is not allowed",
         errno.EINVAL,
-        "the endpoint is not https",
+        "the endpoint, or a redirect, is not https",
         "Pass an endpoint that begins with https://, or with http:// to use no encryption",
     ),
     _Cause(

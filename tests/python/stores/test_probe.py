@@ -9,7 +9,7 @@ import pytest
 
 from tests.object_server import Fault, ObjectServer, s3_fault
 from tests.python.stores.conftest import KINDS, obstore_store
-from torch_ckpt.stores import ObjectStore
+from torch_ckpt.stores import Limits, ObjectStore
 from torch_ckpt.stores.probe import Probe, probe
 
 URL = "s3://bucket/run"
@@ -83,6 +83,16 @@ def test_a_probe_of_a_silent_server_ends_in_time(server: ObjectServer) -> None:
     assert time.monotonic() - begun < 6
     assert isinstance(found.failures["list"], TimeoutError)
     assert isinstance(found.failures["write"], TimeoutError)
+
+
+def test_a_probe_names_the_cause_within_its_time() -> None:
+    store = obstore_store(
+        URL, {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:9"}, Limits()
+    )
+    begun = time.monotonic()
+    found = probe(store, read_only=True, seconds=6)
+    assert time.monotonic() - begun < 6
+    assert "connection refused" in str(found.failures["list"])
 
 
 def test_a_failed_create_is_still_deleted(server: ObjectServer) -> None:
