@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import re
 import shutil
 import signal
@@ -93,7 +94,16 @@ def failure_of(call: Callable[[ObjectStore], object], store: ObjectStore) -> OSE
 
 
 @calls
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("slow down", "no answer", "no permission"),
+        *(
+            pytest.param(fault, marks=pytest.mark.full)
+            for fault in ("too many requests", "reset", "expired", "no bucket")
+        ),
+    ],
+)
 def test_a_fault_is_one_sentence_within_the_limits(
     server: ObjectServer,
     store: ObjectStore,
@@ -470,3 +480,54 @@ def test_secrets_of_the_environment_are_removed(
         assert error.errno in (errno.EACCES, errno.EPERM)
         assert PLANTED not in all_texts(error)
     assert os.environ["AWS_SECRET_ACCESS_KEY"] == PLANTED
+
+
+# --- races ----------------------------------------------------------------------------------------
+
+
+def race(store: ObjectStore, write: Callable[[bytes], object]) -> list[bytes]:
+    """Writes from 8 threads at once. Returns what the winners wrote."""
+    winners: list[bytes] = []
+    failures: list[Exception] = []
+    start = threading.Barrier(8)
+
+    def run(data: bytes) -> None:
+        start.wait()
+        try:
+            write(data)
+            winners.append(data)
+        except (FileExistsError, Changed):
+            pass
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(b"writer %d" % i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    return winners
+
+
+def test_one_writer_wins_although_answers_are_lost(server: ObjectServer) -> None:
+    store = obstore_store(URL, server.options, Limits(connect=5, progress=5, retry=20))
+    randomness = random.Random(5)
+
+    def sometimes(request: Request) -> Fault | None:
+        if request.kind != "put" or randomness.random() < 0.5:
+            return None
+        return Fault("reset", after=randomness.random() < 0.7)
+
+    server.fault = sometimes
+    for number in range(6):
+        name = f"lease-{number}"
+        winners = race(store, lambda data, name=name: store.put_if_absent(name, data))  # type: ignore[misc]
+        assert winners == [server.objects[f"run/{name}"].data]
+        version = store.head(name).version
+        swapped = race(
+            store,
+            lambda data, name=name, version=version: store.swap(name, b"next " + data, version),  # type: ignore[misc]
+        )
+        assert [b"next " + data for data in swapped] == [server.objects[f"run/{name}"].data]
+    assert len(server.kinds()) > 6 * 16
