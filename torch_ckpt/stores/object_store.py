@@ -144,8 +144,9 @@ class ObjectStore(ABC):
         released in another order. The memory of :func:`part_bytes` suffices for progress; that of
         :func:`parts_in_flight` plus one parts keeps all connections busy.
 
-        If the call raises, the store may still read some views until the library's request ends.
-        Do not fill memory again before its exporter was released.
+        If the call raises, the store may still read some views until the library's request ends:
+        do not fill memory again before its exporter was released. The iterator is not called again,
+        but may still be in a call, in the store's thread.
 
         Raises:
             ValueError: the views have more or fewer than ``bytes`` bytes. Errors of ``parts`` are

@@ -60,10 +60,10 @@ class ObstoreStore(ObjectStore):
         stores = importlib.import_module("obstore.store")
         limits, root = self.limits, self.root
         common: dict[str, Any] = {
-            # obstore's limit for one request, which includes its body, is not used.
             "client_options": config.client
             | {
                 "connect_timeout": timedelta(seconds=limits.connect),
+                # For a piece of an answer, and for a request with its body.
                 "read_timeout": timedelta(seconds=limits.progress),
                 "timeout": timedelta(seconds=limits.retry + limits.progress),
                 "user_agent": "torch_ckpt",
@@ -206,6 +206,8 @@ class ObstoreStore(ObjectStore):
         return data
 
     def _list(self, prefix: str) -> Iterator[list[Entry]]:
+        if self.root.kind == "http":
+            raise OSError(errno.EOPNOTSUPP, "stores over http:// and https:// cannot be listed")
         beneath = self._key(prefix).rstrip("/") or None
         pages = self._obstore.list(self._backend, beneath, chunk_size=_PAGE)
         return ([self._entry(meta) for meta in page] for page in pages)

@@ -377,3 +377,29 @@ def test_a_refused_bulk_delete_is_repeated_singly(server: ObjectServer) -> None:
         server.log.clear()
         store.delete(["c"])
         assert server.kinds() == ["delete"]
+
+
+# --- HTTP -----------------------------------------------------------------------------------------
+
+
+def test_a_store_over_http_is_read_only(server: ObjectServer) -> None:
+    put(obstore_store("s3://bucket/a b", server.options), "x/1", b"0123456789")
+    store = obstore_store(f"{server.url}/bucket/a b", {"headers": {"Authorization": "Bearer t"}})
+    entry = store.head("x/1")
+    assert entry.bytes == 10
+    assert read_range(store, "x/1", 3, 7, entry.version) == b"3456"
+    assert store.read("x/1", 10)[0] == b"0123456789"
+    assert server.log[-1].headers["authorization"] == "Bearer t"
+    writes: list[Callable[[], object]] = [
+        lambda: put(store, "x/2", b"1"),
+        lambda: store.put_if_absent("x/2", b"1"),
+        lambda: store.delete(["x/1"]),
+    ]
+    for write in writes:
+        with pytest.raises(OSError, match="read-only") as caught:
+            write()
+        assert caught.value.errno == errno.EROFS
+    with pytest.raises(OSError, match="cannot be listed") as refused:
+        list(store.list())
+    assert refused.value.errno == errno.EOPNOTSUPP
+    assert list(server.objects) == ["a b/x/1"]
