@@ -127,7 +127,9 @@ def call(function: Callable[[], T], limits: Limits, feed: Feed | None = None) ->
         try:
             outcome.append((True, function()))
         except BaseException as error:
-            outcome.append((False, error))
+            # A panic of a library in Rust is no Exception.
+            panic = type(error).__module__ == "pyo3_runtime"
+            outcome.append((False, OSError(errno.EIO, f"panic: {error}") if panic else error))
         done.set()
 
     begun = time.monotonic()

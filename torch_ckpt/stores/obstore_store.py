@@ -43,9 +43,19 @@ class ObstoreStore(ObjectStore):
         self._obstore = importlib.import_module("obstore")
         self._prefix = f"{root.prefix}/" if root.prefix and root.kind != "http" else ""
         self._backend = self._single_deletes = backend
-        self._config = None if backend else obstore_config(root.kind, options, root.account)
         self._refuses_bulk_deletes = False
-        self._apply_limits()
+        failure: Exception | None = None
+        try:
+            self._config = None if backend else obstore_config(root.kind, options, root.account)
+            self._apply_limits()
+        except (ImportError, OSError):
+            raise
+        except Exception as error:
+            # The text of a library, which may have values, ends with the source of the error.
+            reason = redactor(str(error).split("\n")[0])
+            failure = ValueError(f"{root.url} cannot be opened: {reason}")
+        if failure is not None:
+            raise failure
 
     def _apply_limits(self) -> None:
         if (config := self._config) is None:

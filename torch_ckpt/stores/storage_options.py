@@ -167,7 +167,7 @@ def obstore_config(kind: str, options: Options, account: str = "") -> Config:
             if variable := os.environ.get(f"FSSPEC_S3_{name.upper()}"):
                 given.setdefault(name, variable)
     special = {"_account": account} if account else {}
-    for name in ("headers", "token"):  # Dicts that are passed on.
+    for name in {"http": ("headers",), "gs": ("token",)}.get(kind, ()):  # May be dicts.
         if isinstance(given.get(name), Mapping):
             special[f"_{name}"] = given.pop(name)
     values: dict[str, Any] = {}
@@ -215,6 +215,11 @@ def _with_special(kind: str, values: dict[str, Any], special: dict[str, Any]) ->
     # The caller or the environment has named an endpoint without encryption.
     variables = (os.environ.get(name, "") for name in _ENDPOINTS[kind])
     endpoint = values.get("endpoint") or values.get("base_url") or next(filter(None, variables), "")
+    if endpoint and not re.fullmatch(r"https?://[^\s?#@/]+(/[^\s?#@]*)?", str(endpoint)):
+        raise ValueError(
+            "storage_options: the endpoint is not a URL such as https://host:9000, without a user "
+            "name and a query"
+        )
     if endpoint.startswith("http://"):
         client["allow_http"] = True
     credentials = _aws_credentials(values, special.get("_profile")) if kind == "s3" else None

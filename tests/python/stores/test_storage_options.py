@@ -206,3 +206,26 @@ def test_secrets_of_known_forms_are_removed(text: str) -> None:
 def test_other_texts_stay_as_they_are() -> None:
     text = "read failed: GET: 403 AccessDenied: Access Denied. Check the credentials: s3://b/run/a"
     assert Redactor(["x", "abc"])(text) == text
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("az://c/run", {"account_name": "a", "account_key": "PLANTEDKEY!!"}),
+        ("az://c/run", {"account_name": "PLANTED NAME", "account_key": 5}),
+        ("gs://b/run", {"service_account_key": '{"a":"PLANTEDKEY"'}),
+        ("gs://b/run", {"application_credentials": "/none/PLANTEDPATH"}),
+        ("s3://b/run", {"endpoint_url": "http://user:PLANTEDKEY@host", "key": "k"}),
+        ("s3://b/run", {"endpoint_url": "http://host/?PLANTEDKEY", "key": "k"}),
+        ("s3://b/run", {"endpoint_url": "PLANTED KEY", "key": "k"}),
+        ("s3://b/run", {"unsigned_payload": "PLANTEDKEY", "key": "k"}),
+        ("http://h/run", {"headers": {"A\n": "PLANTEDKEY"}}),
+    ],
+)
+def test_a_setting_that_the_library_refuses_is_not_shown(url: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="cannot be opened: ") as caught:
+        obstore_store(url, options)
+    assert "PLANTED" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None

@@ -308,6 +308,18 @@ def test_a_library_that_hangs_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> N
     hang.set()
 
 
+def test_a_panic_of_a_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        __module__ = "pyo3_runtime"
+
+    def panic(self: ObjectStore, name: str) -> None:
+        raise Panic("overflow")
+
+    store = memory_store()
+    monkeypatch.setattr(type(store), "_head", panic)
+    assert "stat failed: panic: overflow" in str(failure_of(lambda store: store.head("a"), store))
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
