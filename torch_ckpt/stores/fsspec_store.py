@@ -164,15 +164,6 @@ class FsspecStore(ObjectStore):
             raise OSError(errno.EFBIG, f"the object has {entry.bytes} bytes, more than {limit}")
         return self._range(name, 0, entry.bytes), entry.version
 
-    def _read_into(self, name: str, offset: int, view: memoryview, version: Version) -> Version:
-        view[:] = self._range(name, offset, offset + view.nbytes)
-        if version == Version():
-            return version
-        found = self._head(name).version
-        if not found.agrees(version):
-            raise Changed(errno.ESTALE, "the object was replaced while it was read")
-        return found
-
     def _read_range(self, name: str, offset: int, bytes: int, version: Version) -> memoryview:
         data = memoryview(self._range(name, offset, offset + bytes))
         if version != Version() and not self._head(name).version.agrees(version):

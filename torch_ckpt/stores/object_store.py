@@ -64,7 +64,7 @@ class Entry(NamedTuple):
         bytes: size of the object.
         modified: time of the last write by the server's clock, as a Unix timestamp; None if the
             store does not report it.
-        version: for :meth:`ObjectStore.read_into` and :meth:`ObjectStore.swap`. In a listing, it
+        version: for :meth:`ObjectStore.read_range` and :meth:`ObjectStore.swap`. In a listing, it
             may lack parts.
     """
 
@@ -201,28 +201,6 @@ class ObjectStore(ABC):
         """
         return self._call("read", name, lambda: self._read(name, limit))
 
-    def read_into(
-        self, name: str, offset: int, view: memoryview, version: Version | None = None
-    ) -> Version:
-        """Fills ``view`` with the bytes of an object from ``offset`` on, in one request.
-
-        Several threads may read at once; 4 to 8 threads with views of 8 MiB suffice. After an
-        error, the content of ``view`` is undefined.
-
-        Args:
-            version: of the object that the caller began to read.
-
-        Raises:
-            Changed: the object has another version.
-            OSError: with ``EIO``, the server returned another range or number of bytes.
-        """
-        if view.nbytes == 0:
-            return version or Version()
-        target = view if view.format == "B" and view.ndim == 1 else view.cast("B")
-        return self._call(
-            "read", name, lambda: self._read_into(name, offset, target, version or Version())
-        )
-
     def read_range(
         self, name: str, offset: int, bytes: int, version: Version | None = None
     ) -> memoryview:
@@ -280,9 +258,6 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def _read(self, name: str, limit: int) -> tuple[builtins.bytes, Version]: ...
-
-    @abstractmethod
-    def _read_into(self, name: str, offset: int, view: memoryview, version: Version) -> Version: ...
 
     @abstractmethod
     def _read_range(self, name: str, offset: int, bytes: int, version: Version) -> memoryview: ...

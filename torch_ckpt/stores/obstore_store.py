@@ -180,25 +180,6 @@ class ObstoreStore(ObjectStore):
             raise OSError(errno.EIO, f"requested {meta['size']} bytes, got {len(data)}")
         return data, _version(meta)
 
-    def _read_into(self, name: str, offset: int, view: memoryview, version: Version) -> Version:
-        end = offset + view.nbytes
-        options = {"range": (offset, end)}
-        result = self._obstore.get(self._backend, self._key(name), options=options)
-        found = _version(result.meta)
-        # The answer itself has the version, so that no condition is needed in the request.
-        if not found.agrees(version):
-            raise Changed(errno.ESTALE, "the object was replaced while it was read")
-        if tuple(result.range) != (offset, end):
-            begin, last = result.range
-            raise OSError(
-                errno.EIO, f"requested bytes {offset} to {end}, got bytes {begin} to {last}"
-            )
-        data = memoryview(result.bytes())
-        if data.nbytes != view.nbytes:
-            raise OSError(errno.EIO, f"requested {view.nbytes} bytes, got {data.nbytes}")
-        view[:] = data
-        return found
-
     def _read_range(self, name: str, offset: int, bytes: int, version: Version) -> memoryview:
         end = offset + bytes
         result = self._obstore.get(self._backend, self._key(name), options={"range": (offset, end)})

@@ -143,7 +143,8 @@ def test_a_lost_answer_to_a_request_is_no_failure(server: ObjectServer) -> None:
         return None
 
     server.fault = once
-    save(server, state())
+    save(server, state(), thread_count=1)
+    assert not reset - {"create"}
     assert_equal(load(server), state())
 
 

@@ -47,9 +47,7 @@ def put(store: ObjectStore, name: str, data: bytes) -> Version:
 
 
 def read_range(store: ObjectStore, name: str, begin: int, end: int, version: Any = None) -> bytes:
-    buffer = bytearray(end - begin)
-    store.read_into(name, begin, memoryview(buffer), version)
-    return bytes(buffer)
+    return bytes(store.read_range(name, begin, end - begin, version))
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 16 * MIB, 16 * MIB + 1, 37 * MIB])

@@ -41,9 +41,7 @@ def upload(store: ObjectStore) -> Version:
 
 
 def read(store: ObjectStore, version: Version | None = None) -> bytes:
-    buffer = bytearray(4)
-    store.read_into("a", 2, memoryview(buffer), version)
-    return bytes(buffer)
+    return bytes(store.read_range("a", 2, 4, version))
 
 
 CALLS: dict[str, Callable[[ObjectStore], object]] = {
