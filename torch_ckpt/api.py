@@ -125,7 +125,7 @@ def save(
     ranks = Exchange.open(group, "save", timeout)
     with ExitStack() as stack:
         with ranks:
-            if not isinstance(target(), DirectoryTarget):
+            if not isinstance(target(), (DirectoryTarget, ObjectTarget)):
                 raise ValueError('a planner can only save in the format "checkpoint"')
             writer = FileSystemWriter(checkpoint_id, **named_options(options))
             stack.enter_context(handle.saves.exclusive(ranks))

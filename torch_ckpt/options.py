@@ -238,8 +238,7 @@ def _refuse_secrets(storage_options: Mapping[str, Any] | None) -> None:
 
 def named_options(options: WriteOptions | ReadOptions) -> dict[str, Any]:
     """Returns the options by name, for the classes of DCP's contract."""
-    names = [option.name for option in fields(options) if option.name != "storage_options"]
-    return {name: getattr(options, name) for name in names}
+    return {option.name: getattr(options, option.name) for option in fields(options)}
 
 
 def refuse_options(caller: Callable[..., Any], given: Iterable[str], **typed: type) -> NoReturn:

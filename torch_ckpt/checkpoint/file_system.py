@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict, cast
 
@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
 )
 
-from torch_ckpt._base.paths import refuse_url
 from torch_ckpt._base.progress import ProgressOption
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.options import Background
@@ -35,6 +34,7 @@ class ReaderArguments(TypedDict, total=False):
     process_group: dist.ProcessGroup | None
     progress: ProgressOption
     allow_pickle: bool
+    storage_options: Mapping[str, Any] | None
 
 
 class WriterArguments(TypedDict, total=False):
@@ -52,34 +52,26 @@ class WriterArguments(TypedDict, total=False):
     direct_io: bool | str
     progress: ProgressOption
     background: Background
+    storage_options: Mapping[str, Any] | None
 
 
 class OnAnyFileSystem:
     """Base of our reader and writer: the path that the caller has given.
 
     Subclasses may use another file system, as torch's ``FsspecWriter`` does. Then torch's own code
-    reads or writes, and the path may be a URL.
+    reads or writes.
     """
 
     fs: FileSystem
     _given_path: str | os.PathLike[str]
 
     def _give_path(self, path: str | os.PathLike[str] | None) -> None:
-        """Receives the path of the next save or load; None keeps the last path.
-
-        Raises:
-            ValueError: the path is a URL, and the file system is local.
-        """
+        """Receives the path of the next save or load; None keeps the last path."""
         self._given_path = path or self._given_path
-        self._refuse_url()
 
     def _is_local(self) -> bool:
         """Returns False if torch's own code accesses the files, through ``fs``."""
         return type(self.fs) is FileSystem
-
-    def _refuse_url(self) -> None:
-        if self._is_local():
-            refuse_url(self._given_path)
 
 
 class FilesBeneath(FileSystem):

@@ -151,6 +151,13 @@ class Source:
             self.close()
             raise
 
+    def open_files(self) -> None:
+        """Opens the directory or the objects, without the metadata, which the caller has."""
+        if is_url(self.path):
+            self._open_store()
+        else:
+            self.directory = share_or_warn(open_checkpoint(self.path).directory)
+
     def _open_directory(self, names: Sequence[str]) -> tuple[bytes, str]:
         """Opens the directory. Returns the contents of the metadata file and its path, or, for
         safetensors files, a description of the headers and the location."""
@@ -173,16 +180,18 @@ class Source:
 
     def _open_objects(self, names: Sequence[str]) -> tuple[bytes, str]:
         """Opens the objects beneath a URL. Returns the contents of the metadata and its URL."""
-        self.directory = ObjectFolder(
-            open_store(os.fspath(self.path), self.options.storage_options)
-        )
-        self.location, self.resolved = self.directory.path, None
+        folder = self._open_store()
+        self.location, self.resolved = folder.path, None
         for name in names:
             self.has_all_ranks = name == METADATA_NAME
             with suppress(FileNotFoundError):
-                data = self.directory.read(name, MAX_METADATA_BYTES)
-                return data, self.directory.store.url_of(name)
+                return folder.read(name, MAX_METADATA_BYTES), folder.store.url_of(name)
         raise no_checkpoint(self.location, f"{names[0]} beneath this URL")
+
+    def _open_store(self) -> ObjectFolder:
+        url = os.fspath(self.path)
+        self.directory = folder = ObjectFolder(open_store(url, self.options.storage_options))
+        return folder
 
     def metadata(self) -> Metadata:
         """Returns the metadata, decoded into torch's objects."""

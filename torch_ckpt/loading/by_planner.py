@@ -38,9 +38,6 @@ class SourceReader(FileSystemReader):
     def _is_local(self) -> bool:
         return True
 
-    def _refuse_url(self) -> None:
-        """Accepts a URL, which the source reads."""
-
     def _new_source(self) -> Source:
         return self._own_source
 

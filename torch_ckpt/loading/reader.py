@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -16,13 +17,11 @@ from torch.futures import Future
 from torch_ckpt import _core
 from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import RelaxedGc
-from torch_ckpt._base.paths import refuse_url
+from torch_ckpt._base.paths import is_url
 from torch_ckpt._base.progress import ProgressOption
-from torch_ckpt.checkpoint.directory import share_or_warn
 from torch_ckpt.checkpoint.dtypes import warn_of_lost_precision
 from torch_ckpt.checkpoint.file_system import OnAnyFileSystem
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
-from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import checksum_tables, decode_indexed, decode_metadata
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import CheckpointError
@@ -57,10 +56,10 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
         allow_pickle: accept metadata that names any type, and pass objects to the planner
             unchecked. torch's planner then unpickles the objects. See
             :class:`torch_ckpt.ReadOptions`.
+        storage_options: see :class:`torch_ckpt.WriteOptions`.
 
     Raises:
-        ValueError: an option is out of range or contradicts another one, or ``path`` is a URL (see
-            docs/remote.md).
+        ValueError: an option is out of range or contradicts another one.
 
     Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
         FileNotFoundError: there is no committed checkpoint.
@@ -91,10 +90,9 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
         process_group: dist.ProcessGroup | None = None,
         progress: ProgressOption = None,
         allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if type(self) is FileSystemReader:
-            refuse_url(path)
         super().__init__(path, *args, **kwargs)
         self.options = ReadOptions(
             thread_count=thread_count,
@@ -106,11 +104,13 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
             read_once=read_once,
             progress=progress,
             allow_pickle=allow_pickle,
+            storage_options=storage_options,
         )
         self.process_group = process_group
         #: Decodes a metadata file, which the engine has checked, into torch's objects.
         self._unpickle = decode_indexed
         self._given_path = path
+        self._keep_url()
         self._source: Source | None = None
         self._metadata: Metadata | None = None
         self._refused: Exception | None = None
@@ -122,6 +122,7 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
         self._close()
         self._give_path(checkpoint_id)
         super().reset(checkpoint_id)
+        self._keep_url()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
@@ -212,7 +213,7 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
                 source.read_through_cache()
             if source.directory is None:
                 # The caller passed the metadata, so read_metadata() did not open the directory.
-                source.directory = share_or_warn(open_checkpoint(source.path).directory)
+                source.open_files()
             reads = PlannedReads(source, plan.items, planner, self._metadata)
             if self.options.read_once and dist.is_initialized() and not self._is_single_rank:
                 reads.read_once(self.process_group)
@@ -228,6 +229,11 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
 
     # --- private ---------------------------------------------------------------------------------
 
+    def _keep_url(self) -> None:
+        # torch's class makes a local path of it.
+        if self._is_local() and is_url(self._given_path):
+            self.path = self._given_path
+
     def _new_source(self) -> Source:
         source = Source(self.path, self.options, self.transforms)
         source.decode = self._unpickle
@@ -236,7 +242,6 @@ class FileSystemReader(OnAnyFileSystem, StockReader):
     def _read_metadata(self, rank: int | None) -> Metadata:
         if not self._is_local():
             return self._read_by_torch(_core.metadata_name(rank))
-        self._refuse_url()
         source = self._source = self._new_source()
         source.open((_core.metadata_name(rank),))
         return source.metadata()

@@ -39,6 +39,7 @@ from torch_ckpt._base.checks import require_choice
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
+from torch_ckpt._base.paths import refuse_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.file_system import WriterArguments
 from torch_ckpt.checkpoint.index import METADATA_NAME
@@ -51,6 +52,7 @@ from torch_ckpt.megatron.write_task import WriteTask, make_portable
 from torch_ckpt.ranks.failures import capture_exceptions
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.saving.items import completed, keeps_default_lookup, resolve
+from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.saving.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -377,6 +379,18 @@ class FileSystemWriterAsync(FileSystemWriter):
             pickle.dump(metadata, stream)
 
     # --- other methods of torch's interface ------------------------------------------------------
+
+    @property
+    def target(self) -> DirectoryTarget:
+        """See :class:`FileSystemWriter`. Files are checked, and leases handed over, in a directory.
+
+        Raises:
+            ValueError: the path is a URL.
+        """
+        refuse_url(self.path)
+        target = super().target
+        assert isinstance(target, DirectoryTarget)
+        return target
 
     @property
     def checkpoint_id(self) -> str:

@@ -30,6 +30,7 @@ from torch_ckpt.checkpoint.metadata import (
 from torch_ckpt.checkpoint.objects import pickled
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.write import Written
+from torch_ckpt.stores.folder import ObjectFolder
 
 #: Name of the attribute that carries a rank's result to the coordinator. It is set on the storage
 #: info of the rank's first item, because torch sends nothing else between ranks.
@@ -156,13 +157,13 @@ def encoded_with(
     results: list[list[WriteResult]],
     metadata: Metadata,
     storage_meta: StorageMeta | None,
-    directory: OpenDirectory,
+    directory: OpenDirectory | ObjectFolder,
 ) -> _core.EncodedMetadata:
     """Adds the results of all ranks to a plan's metadata, and returns the contents of
     ``.metadata``.
 
     Args:
-        directory: the checkpoint directory, as opened on the coordinator.
+        directory: the checkpoint directory or its objects, as opened on the coordinator.
 
     Raises:
         NotCommitted: ranks have written to different directories.

@@ -1,12 +1,16 @@
 """Targets of saves in object stores.
 
 1. :meth:`ObjectTarget.open`: every rank opens the store. The coordinator reads the version of
-   ``.metadata``, if there is one, and chooses a tag.
-2. The engine uploads the files of each rank under names with the tag, which no other save uses.
-3. :meth:`ObjectTarget.commit`: the coordinator stores ``.metadata``, on the condition that the
-   object has not changed since step 1. The checkpoint is then committed. Then it deletes the
-   objects that only the previous ``.metadata`` names.
-4. If the save fails before step 3, every rank deletes its own objects.
+   ``.metadata``, if there is one.
+2. The coordinator chooses a tag that no other save uses. The engine uploads the files of each rank
+   under names with the tag.
+3. :meth:`ObjectTarget.publish`: the coordinator stores ``.metadata``, on the condition that the
+   object has not changed since step 1. The checkpoint is then committed. Then the coordinator
+   deletes the objects that only the previous ``.metadata`` names.
+4. If the save fails before the request of step 3, each rank deletes the objects that it has
+   written. Then the coordinator deletes all objects with the tag.
+5. If the outcome of step 3 is unknown, no object is deleted, because the request may still take
+   effect.
 
 Two saves at the same time have different names for their files, and one of them loses in step 3.
 """
@@ -15,22 +19,25 @@ from __future__ import annotations
 
 import errno
 import uuid
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
-from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, METADATA_NAME, decode_index
+from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, decode_index
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.target import Opened, Target, require_one_target
 from torch_ckpt.saving.write import Written
-from torch_ckpt.stores import Changed, Version, open_store
-from torch_ckpt.stores.folder import ObjectFolder
+from torch_ckpt.stores import Changed, ObjectStore, Version, open_store
+from torch_ckpt.stores.folder import CLEANUP_SECONDS, ObjectFolder
+from torch_ckpt.stores.store_errors import unknown_outcome
 
 
 class ObjectTarget(Target):
@@ -39,16 +46,43 @@ class ObjectTarget(Target):
     Args:
         path: URL of the checkpoint.
         options: the options of the save.
+        own_rank: the rank, if it saves independently of other ranks and has its own metadata; None
+            if the ranks save together.
     """
 
-    def __init__(self, path: str, options: WriteOptions) -> None:
-        store = open_store(path, options.storage_options)
-        super().__init__(store.root.url, options)
-        self._store = store
-        self._folder: ObjectFolder | None = None
+    def __init__(self, path: str, options: WriteOptions, own_rank: int | None = None) -> None:
+        self._store = open_store(path, options.storage_options)
+        super().__init__(self._store.root.url, options)
+        self._metadata = _core.metadata_name(own_rank)
         self._rank = 0
+        self._folder: ObjectFolder | None = None
         # The version of the metadata that this save replaces.
         self._replaced: Version | None = None
+        # On the coordinator, from the first name until the commit.
+        self._tag: str | None = None
+        self._remove_all: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def directory(self) -> ObjectFolder:
+        """The objects of the checkpoint."""
+        if self._folder is None:
+            self._folder = ObjectFolder(self._store)
+        return self._folder
+
+    @property
+    def tag(self) -> str:
+        """The part of the names of this save's files that no other save uses, on the
+        coordinator."""
+        if self._tag is None:
+            self._tag = f"{uuid.uuid4().hex[:8]}_"
+            # dcp.save drops a writer whose save has failed.
+            self._remove_all = weakref.finalize(self, _remove_tagged, self._store, self._tag)
+        return self._tag
+
+    def unused_prefix(self, prefix: str) -> str:
+        """Returns a prefix of file names of this rank that no object has."""
+        # If ranks save independently, torch's plan has no tag.
+        return prefix if prefix.count("_") > 3 else f"{prefix}{self.tag}"
 
     def open(self, rank: int, ranks: int) -> Opened:
         """Opens the store.
@@ -59,74 +93,103 @@ class ObjectTarget(Target):
         """
         self.discard()
         self._rank = rank
-        self._folder = ObjectFolder(self._store)
         self._replaced = self._version_stored() if rank == 0 else None
         if self._replaced is not None and not self.options.overwrite:
             raise RuntimeError(
                 f"Checkpoint already exists in {self.path}; pass overwrite=True, in WriteOptions "
                 "or to FileSystemWriter, to replace it"
             )
-        return Opened(DirectoryIdentity.of(self._folder), self.path)
+        return Opened(DirectoryIdentity.of(self.directory), self.path)
 
     def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         require_one_target(opened)
-        return [uuid.uuid4().hex[:8].encode()] * len(opened)
+        return [self.tag.encode()] * len(opened)
 
     def files(
         self, state: SaveState, items: bytes, layout: bytes
     ) -> tuple[ObjectFolder, str, _C.SaveSources]:
-        assert self._folder is not None
         sources = state.sources(items, bool(self.options.separation_hint))
-        return self._folder, f"__{self._rank}_{layout.decode()}_", sources
+        return self.directory, f"__{self._rank}_{layout.decode()}", sources
 
     def undo(self, written: Written) -> None:
-        if self._folder is not None:
-            self._folder.remove_written()
+        self.directory.remove_written()
 
     def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
-        meta = StorageMeta(checkpoint_id=self.path, save_id=str(uuid.uuid4()))
-        data = plan.encode(written, meta)
-        files = {name for of_rank in written for name in of_rank.files.names}
-        try:
-            with self.busy():
-                replaced = self._files_of_replaced()
-                self._store_metadata(bytes(data))
-        except (FileExistsError, Changed):
-            raise NotCommitted(
-                f"{self.path}: another save has stored a checkpoint here since this save began; "
-                "make sure that only one job saves to this URL"
-            ) from None
-        except TimeoutError as error:
-            self._folder = None  # the checkpoint may be visible, so its files must stay
-            raise DurabilityUncertain(str(error), errno.ETIMEDOUT) from None
-        self._folder = None
+        data = plan.encode(written, self.storage_meta())
         with self.busy():
-            self._remove_replaced(replaced - files)
+            self.publish(data, {name for of_rank in written for name in of_rank.files.names})
         return data.seal
+
+    def storage_meta(self) -> StorageMeta:
+        """Returns the description of the storage that the metadata contains."""
+        return StorageMeta(checkpoint_id=self.path, save_id=str(uuid.uuid4()))
+
+    def publish(self, data: _core.EncodedMetadata, files: Collection[str]) -> None:
+        """Stores the metadata, then deletes the objects of the checkpoint that was replaced.
+
+        Args:
+            data: the contents of ``.metadata``.
+            files: names of the data files that the metadata names.
+
+        Raises:
+            NotCommitted: nothing was published, and the previous checkpoint is intact.
+            DurabilityUncertain: the checkpoint might be visible already, or later. No object was
+                deleted.
+        """
+        replaced = self._files_of_replaced()
+        try:
+            self._store_metadata(bytes(data))
+        except OSError as error:
+            if isinstance(error, (FileExistsError, Changed)):
+                raise NotCommitted(
+                    f"{self.path}: another save has stored a checkpoint here since this save "
+                    "began; make sure that only one job saves to this URL"
+                ) from None
+            number = error.errno or errno.EIO
+            if not unknown_outcome(error):
+                raise NotCommitted(str(error), number) from None
+            self._keep_all()
+            raise DurabilityUncertain(str(error), number) from None
+        self._keep_all()
+        try:
+            self._store.delete(sorted(replaced.difference(files)))
+        except OSError as error:
+            warn(f"{self.path}: objects of the replaced checkpoint remain: {error}")
 
     def discard(self) -> None:
         folder, self._folder = self._folder, None
         if folder is not None:
-            folder.remove_written()
+            folder.close()
+        if self._remove_all is not None:
+            self._remove_all()
+        self._keep_all()
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _keep_all(self) -> None:
+        """Makes the end of this save delete nothing. A later save gets another tag."""
+        if self._remove_all is not None:
+            self._remove_all.detach()
+        self._tag = self._remove_all = None
 
     def _store_metadata(self, data: bytes) -> None:
         try:
             if self._replaced is None:
-                self._store.put_if_absent(METADATA_NAME, data)
+                self._store.put_if_absent(self._metadata, data)
             else:
-                self._store.swap(METADATA_NAME, data, self._replaced)
+                self._store.swap(self._metadata, data, self._replaced)
         except OSError as error:
             if error.errno != errno.EOPNOTSUPP:
                 raise
             # The store has no conditions: another save may store its metadata between these calls.
             if self._version_stored() != self._replaced:
                 raise Changed(errno.ESTALE, "the object was replaced") from None
-            self._store.put(METADATA_NAME, iter([memoryview(data)]), len(data))
+            self._store.put(self._metadata, iter([memoryview(data)]), len(data))
 
     def _version_stored(self) -> Version | None:
         """Returns the version of the metadata; None if there is none."""
         try:
-            return self._store.head(METADATA_NAME).version
+            return self._store.head(self._metadata).version
         except FileNotFoundError:
             return None
 
@@ -134,16 +197,19 @@ class ObjectTarget(Target):
         """Returns the names of the objects of the checkpoint that this save replaces."""
         if self._replaced is None:
             return set()
-        url = self._store.url_of(METADATA_NAME)
+        url = self._store.url_of(self._metadata)
         try:
-            data, version = self._store.read(METADATA_NAME, MAX_METADATA_BYTES)
+            data, version = self._store.read(self._metadata, MAX_METADATA_BYTES)
             return set(decode_index(data, url).files()) if version.agrees(self._replaced) else set()
         except (OSError, CheckpointError) as error:
             warn(f"{url}: the objects of the replaced checkpoint remain: {error}")
             return set()
 
-    def _remove_replaced(self, names: set[str]) -> None:
-        try:
-            self._store.delete(sorted(names))
-        except OSError as error:
-            warn(f"{self.path}: objects of the replaced checkpoint remain: {error}")
+
+def _remove_tagged(store: ObjectStore, tag: str) -> None:
+    """Deletes the objects of all ranks of a save that has failed. Warns if that fails."""
+    brief = store.within(CLEANUP_SECONDS)
+    try:
+        brief.delete([entry.name for entry in brief.list() if f"_{tag}" in entry.name])
+    except OSError as error:
+        warn(f"{store.root.url}: objects of a failed save may remain: {error}")

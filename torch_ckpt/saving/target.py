@@ -8,8 +8,8 @@ A save calls a target in this order (saving/run.py):
 4. :meth:`Target.written`, on all ranks, when the files are durable. If another rank has failed,
    :meth:`Target.undo`.
 5. :meth:`Target.commit`, on the coordinator, when the files of all ranks are durable.
-6. :meth:`Target.discard`, on all ranks, at the end of each save. Before the commit, it removes the
-   files.
+6. :meth:`Target.discard`, on all ranks, at the end of each save. Before the commit, the
+   coordinator's call removes the files of all ranks.
 """
 
 from __future__ import annotations
@@ -205,6 +205,16 @@ class DirectoryTarget(Target):
             self.take_lease(self._ends_earlier)
         return Opened(DirectoryIdentity.of(self.directory))
 
+    @property
+    def tag(self) -> str | None:
+        """The part of the names of this save's files that no other save uses, if this rank has a
+        lease."""
+        return None if self.lease is None else self.lease.tag
+
+    def unused_prefix(self, prefix: str) -> str:
+        """Returns a prefix of file names of this rank that no file in the directory has."""
+        return _core.choose_prefix(self.directory, prefix)
+
     def take_lease(self, ends_earlier: bool = True) -> None:
         """Takes a lease on the directory; see :class:`DirectoryLease`."""
         self.lease = DirectoryLease(self.directory, self._own_rank, ends_earlier)
@@ -219,7 +229,7 @@ class DirectoryTarget(Target):
     ) -> tuple[OpenDirectory, str, _C.SaveSources]:
         sources = state.sources(items, bool(self.options.separation_hint))
         prefix = f"__{self._rank}_{layout.decode()}"
-        return self.directory, _core.choose_prefix(self.directory, prefix), sources
+        return self.directory, self.unused_prefix(prefix), sources
 
     def undo(self, written: Written) -> None:
         remove_own(self.directory, set(written.files.names))

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as StockWriter
@@ -18,15 +17,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torch_ckpt import _C, _core
+from torch_ckpt import _C
 from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import RelaxedGc
-from torch_ckpt._base.paths import absolute, is_url, refuse_url
+from torch_ckpt._base.paths import absolute, is_url
 from torch_ckpt._base.progress import ProgressOption
+from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.file_system import OnAnyFileSystem, torch_writes
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.options import DEFAULT_OPTIONS, Background, WriteOptions
 from torch_ckpt.saving.items import completed, encoded_with, results_of, sources_of
+from torch_ckpt.saving.object_target import ObjectTarget
 from torch_ckpt.saving.snapshots import copy_of_state
 from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.saving.write import write_files
@@ -36,10 +37,10 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
     """Writes distributed checkpoints. A drop-in replacement for torch's class of the same name.
 
     Args:
-        path: the checkpoint directory. The directory is created if it does not exist. When the
-            writer is created, a relative path is resolved against the current working directory.
-            Each save opens the directory once, at the start of the save, and writes only to the
-            opened directory.
+        path: the checkpoint directory, or the URL of a checkpoint (docs/remote.md). The directory
+            is created if it does not exist. When the writer is created, a relative path is resolved
+            against the current working directory. Each save opens the directory once, at the start
+            of the save, and writes only to the opened directory.
         single_file_per_rank, sync_files, thread_count, overwrite: see :class:`WriteOptions`.
         separation_hint, max_host_bytes, direct_io, progress: see :class:`WriteOptions`.
         per_thread_copy_ahead: accepted for compatibility and ignored, because the engine copies
@@ -50,10 +51,10 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
             default.
         background: threads and priorities of background saves by ``dcp.async_save``. For that
             function, the writer is also an ``AsyncStager``.
+        storage_options: see :class:`WriteOptions`.
 
     Raises:
-        ValueError: an option is out of range or contradicts another one, or ``path`` is a URL (see
-            docs/remote.md).
+        ValueError: an option is out of range or contradicts another one.
 
     Raises (from ``dcp.save``, on every rank, inside a ``CheckpointException``):
         OSError: a system call failed; ``errno`` and ``filename`` are set. Nothing was published,
@@ -83,10 +84,9 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         direct_io: bool | str = "auto",
         progress: ProgressOption = None,
         background: Background = DEFAULT_OPTIONS.background,
+        storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if type(self) is FileSystemWriter:
-            refuse_url(path)
         super().__init__(
             path,
             single_file_per_rank,
@@ -100,7 +100,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
             **kwargs,
         )
         self._given_path = path
-        self._make_absolute()
+        self._resolve_path()
         self.thread_count = thread_count  # type: ignore[assignment]
         self.separation_hint = separation_hint
         self.options = WriteOptions(
@@ -108,12 +108,13 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
             direct_io=direct_io,
             progress=progress,
             background=background,
+            storage_options=storage_options,
         )
         self.write_options()  # refuses invalid options now, not in the first save
         self._is_staged = False
         self._commits = False
         self._is_single_rank = False
-        self._target: DirectoryTarget | None = None
+        self._target: DirectoryTarget | ObjectTarget | None = None
         #: See :class:`torch_ckpt.checkpoint.lease.DirectoryLease`.
         self.ends_earlier_leases = True
 
@@ -126,7 +127,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._give_path(checkpoint_id)
         super().reset(checkpoint_id)
-        self._make_absolute()
+        self._resolve_path()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         refuse_capture()
@@ -137,7 +138,6 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.abandon()
-        self._refuse_url()
         if not self._is_local():
             return super().prepare_local_plan(plan)
         # Replaces torch's own check, which would warn that a checkpoint is overwritten. That needs
@@ -150,11 +150,12 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans = super().prepare_global_plan(plans)
         self._is_single_rank = len(plans) == 1
-        if self.lease is None or not self.use_collectives:
+        tag = None if self._target is None else self._target.tag
+        if tag is None or not self.use_collectives:
             return plans
         # Set the prefix again, because a cached plan has the prefix of an earlier save.
         return [
-            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_{self.lease.tag}"))
+            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_{tag}"))
             for rank, plan in enumerate(plans)
         ]
 
@@ -177,7 +178,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         target = self.target
         try:
             data = encoded_with(results, metadata, self.storage_meta(), target.directory)
-            if target.lease is None:  # no save has begun
+            if isinstance(target, DirectoryTarget) and target.lease is None:  # no save has begun
                 target.take_lease()
             files = {info.relative_path for info in (metadata.storage_data or {}).values()}
             target.publish(data, files)
@@ -220,19 +221,21 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         return self._is_local() and is_default and not self.transforms.extensions
 
     @property
-    def target(self) -> DirectoryTarget:
+    def target(self) -> DirectoryTarget | ObjectTarget:
         """The target of the save that has begun; else a new one."""
         if self._target is None:
-            own_rank = None if self.use_collectives else self.rank
-            self._target = DirectoryTarget(
-                self.path, self.write_options(), own_rank, self.ends_earlier_leases
+            own_rank, options = None if self.use_collectives else self.rank, self.write_options()
+            self._target = (
+                ObjectTarget(str(self.path), options, own_rank)
+                if is_url(self.path)
+                else DirectoryTarget(self.path, options, own_rank, self.ends_earlier_leases)
             )
         return self._target
 
     @property
     def lease(self) -> DirectoryLease | None:
         """The lease of the save on the directory, if this rank has one."""
-        return None if self._target is None else self._target.lease
+        return self._target.lease if isinstance(self._target, DirectoryTarget) else None
 
     def abandon(self) -> None:
         """Ends a save. Unless it is committed, the coordinator removes the files of all ranks.
@@ -245,18 +248,30 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _make_absolute(self) -> None:
-        if self._is_local() and not is_url(self._given_path):
-            self.path = absolute(self.path)
+    def _resolve_path(self) -> None:
+        if self._is_local():
+            is_remote = is_url(self._given_path)
+            self.path = self._given_path if is_remote else absolute(self.path)
+
+    def _directory_for_torch(self) -> OpenDirectory | None:
+        """Returns the directory in which torch's own code writes; None if it writes elsewhere."""
+        if not self._is_local():
+            return None
+        if isinstance(self.target, ObjectTarget):
+            raise ValueError(
+                f"{self.path}: stream transforms and formats other than the default cannot be "
+                "saved to a URL. Save to a local directory, or use torch's FsspecWriter"
+            )
+        return self.target.directory
 
     def _write_files(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         RelaxedGc.end()
         prefix: str = plan.storage_data.prefix
         if self._is_local():
-            prefix = _core.choose_prefix(self.target.directory, prefix)
+            prefix = self.target.unused_prefix(prefix)
         if not self.engine_can_write():
             plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
-            with torch_writes(self, self.target.directory if self._is_local() else None):
+            with torch_writes(self, self._directory_for_torch()):
                 return super().write_data(plan, planner)
         written = write_files(
             _C.Save(),
@@ -264,7 +279,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
             prefix,
             sources_of(plan.items, planner),
             self.write_options(),
-            title=f"save {Path(self.path).name}",
+            title=f"save {os.path.basename(self.path)}",
             rank=self.rank,
             # If stage() has copied the state, training is running.
             background=self.options.background if self._is_staged else None,

@@ -25,8 +25,8 @@ from torch_ckpt.stores.object_store import Entry, ObjectStore
 # Seconds between two checks that the save still runs.
 _REST_SECONDS = 0.2
 
-# Seconds for what remains to be done at a store after a save has failed.
-_END_SECONDS = 10.0
+#: Seconds for what remains to be done at a store after a save has failed.
+CLEANUP_SECONDS = 10.0
 
 
 class ObjectFolder:
@@ -58,7 +58,7 @@ class ObjectFolder:
         that fails."""
         names = self._calls.end_uploads()
         try:
-            self.store.within(_END_SECONDS).delete(names)
+            self.store.within(CLEANUP_SECONDS).delete(names)
         except OSError as error:
             warn(f"{self.path}: objects of a failed save remain: {error}")
 
@@ -136,7 +136,7 @@ class _Files:
             uploads, self._uploads = self._uploads, {}
         for upload in uploads.values():
             upload.stop()
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + CLEANUP_SECONDS
         for upload in uploads.values():
             upload.wait(deadline - time.monotonic())
         return list(uploads)

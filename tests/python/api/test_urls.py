@@ -209,6 +209,32 @@ def test_options_with_credentials_do_not_show_or_pickle_them(server: ObjectServe
             pickle.dumps(options)
 
 
+def test_dcp_saves_and_loads_by_the_writer_and_reader(server: ObjectServer) -> None:
+    writer = torch_ckpt.FileSystemWriter(URL, storage_options=server.options)
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    loaded = empty()
+    reader = torch_ckpt.FileSystemReader(URL, storage_options=server.options)
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert_equal(loaded, state())
+
+
+def test_a_planner_saves_and_loads(server: ObjectServer) -> None:
+    torch_ckpt.save(
+        state(),
+        URL,
+        planner=dcp.DefaultSavePlanner(),
+        options=WriteOptions(storage_options=server.options),
+    )
+    loaded = empty()
+    torch_ckpt.load(
+        loaded,
+        URL,
+        planner=dcp.DefaultLoadPlanner(),
+        options=ReadOptions(storage_options=server.options),
+    )
+    assert_equal(loaded, state())
+
+
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_file_systems_of_fsspec_hold_checkpoints(scheme: str, tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
