@@ -32,9 +32,15 @@ _CREDENTIALS = "Check the credentials, and that they permit this request"
 _LATER = "The server is overloaded or out of order: try again later"
 _REACH = "Check the endpoint, and that the server runs"
 
-# The first pattern that matches counts.
+# The first pattern that matches the type and text of an exception counts.
 _CAUSES = [
-    _Cause(r"PreconditionFailed|pre-?conditions?\b.*did not hold", errno.ESTALE, "", ""),
+    _Cause(r"AlreadyExistsError|FileExistsError", errno.EEXIST, "", ""),
+    _Cause(
+        r"PreconditionError|PreconditionFailed|pre-?conditions?\b.*did not hold",
+        errno.ESTALE,
+        "",
+        "",
+    ),
     _Cause(
         r"(?i)certificate|UnknownIssuer|tls handshake",
         errno.ECONNABORTED,
@@ -56,13 +62,14 @@ _CAUSES = [
         "Set the region or the endpoint of the bucket",
     ),
     _Cause(
-        r"code: 40[13]\b|AccessDenied|SignatureDoesNotMatch|InvalidAccessKeyId|Forbidden|Unauthor"
-        r"|necessary privileges|valid authentication|NoCredentials|(?:locate|instance) credentials",
+        r"code: 40[13]\b|PermissionError|AccessDenied|SignatureDoesNotMatch|InvalidAccessKeyId"
+        r"|Forbidden|Unauthor|necessary privileges|valid authentication|NoCredentials"
+        r"|(?:locate|instance) credentials",
         errno.EACCES,
         "",
         _CREDENTIALS,
     ),
-    _Cause(r"code: 404\b|NoSuchKey", errno.ENOENT, "", ""),
+    _Cause(r"FileNotFoundError|code: 404\b|NoSuchKey", errno.ENOENT, "", ""),
     _Cause(
         r"BadScheme|scheme is not allowed",
         errno.EINVAL,
@@ -75,9 +82,14 @@ _CAUSES = [
         "the name of the host cannot be resolved",
         _REACH,
     ),
-    _Cause(r"ConnectionRefused|refused", errno.ECONNREFUSED, "connection refused", _REACH),
     _Cause(
-        r"TimedOut|kind: Timeout|timed out",
+        r"ConnectionRefused|refused|(?:EndpointConnection|ClientConnector)Error",
+        errno.ECONNREFUSED,
+        "connection refused",
+        _REACH,
+    ),
+    _Cause(
+        r"TimeoutError|TimedOut|kind: Timeout|timed out",
         errno.ETIMEDOUT,
         "the server did not answer in time",
         _REACH,
@@ -108,22 +120,6 @@ _CAUSES = [
     ),
 ]
 
-# Numbers of exceptions that have none.
-_NUMBERS = {
-    "FileNotFoundError": errno.ENOENT,
-    "AlreadyExistsError": errno.EEXIST,
-    "FileExistsError": errno.EEXIST,
-    "PreconditionError": errno.ESTALE,
-    "NotSupportedError": errno.EOPNOTSUPP,
-    "NotImplementedError": errno.EOPNOTSUPP,
-    "PermissionError": errno.EACCES,
-    "TimeoutError": errno.ETIMEDOUT,
-    "FSTimeoutError": errno.ETIMEDOUT,
-    "EndpointConnectionError": errno.ECONNREFUSED,
-    "ClientConnectorError": errno.ECONNREFUSED,
-}
-_ADVICE = {errno.EACCES: _CREDENTIALS, errno.ETIMEDOUT: _REACH, errno.ECONNREFUSED: _REACH}
-
 # Failures that may pass. A request may have been carried out nevertheless.
 _TRANSIENT = (errno.ETIMEDOUT, errno.ECONNRESET, errno.EREMOTEIO, errno.ECONNREFUSED)
 
@@ -145,17 +141,15 @@ def translate(error: BaseException, operation: str, url: str, redactor: Redactor
 
 def _cause_of(error: BaseException) -> _Cause:
     # s3fs keeps the server's code in the cause. Names and URLs may contain any word.
-    text = f"{error} {error.__cause__ or ''}"
+    text = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
     text = re.sub(r"\w+://\S+|(?:location|path:?) \S+|<(Key|Resource)>.*?</\1>", "", text)
     found = next((cause for cause in _CAUSES if re.search(cause.pattern, text)), None)
     number = error.errno if isinstance(error, OSError) else None
-    number = number or _NUMBERS.get(type(error).__name__)
-    if number is None:
-        return found or _Cause("", errno.EIO, "", "")
-    # s3fs raises an OSError with EINVAL if a condition does not hold.
-    if found and found.number == (errno.ESTALE if number == errno.EINVAL else number):
-        return found
-    return _Cause("", number, "", _ADVICE.get(number, ""))
+    # s3fs raises an OSError with EINVAL for all codes that it does not know.
+    if number in (None, 0, errno.EINVAL) or (found and found.number == number):
+        return found or _Cause("", number or errno.EIO, "", "")
+    known = (cause.advice for cause in reversed(_CAUSES) if cause.number == number)
+    return _Cause("", number or errno.EIO, "", next(known, ""))
 
 
 def was_repeated(error: BaseException) -> bool:

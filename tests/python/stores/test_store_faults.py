@@ -135,6 +135,37 @@ def test_a_fault_is_one_sentence_within_the_limits(
     assert error.__context__ is None
 
 
+@pytest.mark.full
+@calls
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_has_no_secret_through_fsspec(
+    server: ObjectServer,
+    call: Callable[[ObjectStore], object],
+    fault: str,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = fsspec_store(URL, server.options | {"secret": PLANTED})
+    answer = FAULTS[fault][0]
+    body = f"{answer.body}<StringToSign>{PLANTED}</StringToSign>"
+    if answer.kind == "status":
+        message = f"<Message>wrong {PLANTED} at http://h/k?X-Amz-Signature=S</Message>"
+        body = body.replace("<Message>no</Message>", message)
+    server.fault = lambda request: Fault(answer.kind, answer.status, body)
+    raised: OSError | None = None
+    begun = time.monotonic()
+    try:
+        call(store)
+    except OSError as error:
+        raised = error
+    assert raised is None or (raised.__cause__, raised.__context__) == (None, None)
+    assert time.monotonic() - begun < 2 * (SHORT.stalled + 1)
+    output = capfd.readouterr()
+    texts = all_texts(raised) + output.out + output.err + caplog.text + repr(store)
+    assert PLANTED not in texts
+    assert "X-Amz-Signature" not in texts
+
+
 @calls
 @pytest.mark.parametrize("fault", ["slow down", "reset"])
 @pytest.mark.parametrize("after", [False, True])
