@@ -70,6 +70,10 @@ def running(name: str, directory: Path) -> Iterator[Server]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            # SeaweedFS leaves its sockets behind.
+            for number in (port, *others):
+                for path in Path("/tmp").glob(f"seaweedfs-*-{number}.sock"):
+                    path.unlink(missing_ok=True)
 
 
 def _free_ports(count: int) -> list[int]:
