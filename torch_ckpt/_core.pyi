@@ -5,7 +5,7 @@ Importing it takes milliseconds. ``torch_ckpt._C`` accepts and returns its class
 
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch_ckpt.options import Background, ReadOptions
 
@@ -414,21 +414,16 @@ class FilePiece:
     def wait(self, seconds: float) -> bool:
         """Waits until no buffer of the piece exists; False if ``seconds`` have passed first."""
 
-class _StoreFiles(Protocol):
-    def write(self, name: str, piece: FilePiece, /) -> object: ...
-    def size(self, name: str, /) -> int: ...
-    def read(self, name: str, offset: int, bytes: int, /) -> bytes | memoryview: ...
-
 class Store:
     """Files that are not in a local directory (csrc/engine/store.h).
 
-    The engine calls the methods of ``files`` from its threads: ``write`` for each piece, which
-    returns when no buffer of the piece exists and, for the last piece, when the file is complete;
-    ``size`` of a file; and ``read``, which returns exactly ``bytes`` bytes. ``files`` must not
-    refer to the store.
+    The engine calls methods of ``files`` from its threads. ``write(name, piece)`` returns when no
+    buffer of the :class:`FilePiece` exists and, for the last piece, when the file is complete.
+    ``size(name)`` returns the size of a file, and ``read(name, offset, bytes)`` exactly that many
+    bytes. ``files`` must not refer to the store.
     """
 
-    def __init__(self, path: str, files: _StoreFiles) -> None: ...
+    def __init__(self, path: str, files: Any) -> None: ...
     @property
     def path(self) -> str:
         """Path or URL, for messages."""

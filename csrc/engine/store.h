@@ -59,7 +59,7 @@ class Store {
                         std::span<std::byte> out) = 0;
 };
 
-/// Where the files of a session are. Owns the descriptor of a local directory.
+/// A directory or a store with the files of a session. Owns the descriptor of a local directory.
 class Folder {
  public:
   Folder(os::Directory directory) : files_(std::move(directory)) {}

@@ -119,7 +119,7 @@ Error error_of(const py::error_already_set& raised, const char* operation,
 /// A store whose functions are written in Python.
 class PythonStore final : public engine::Store {
  public:
-  /// files: an object with the methods that docs of _core.Store describe.
+  /// files: an object with the methods that _core.Store (_core.pyi) describes.
   PythonStore(std::string path, py::object files)
       : path_(std::move(path)), files_(std::move(files)) {}
   ~PythonStore() override {

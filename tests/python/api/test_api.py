@@ -256,7 +256,7 @@ def test_swapped_arguments_are_refused_with_the_right_order(
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/x", "memory://a"])
-def test_a_url_is_refused_where_a_directory_is_needed(
+def test_safetensors_are_not_saved_to_a_url(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -69,7 +69,7 @@ def test_a_state_is_loaded_as_it_was_saved(server: ObjectServer) -> None:
     assert_equal(load(server), state())
 
 
-def test_a_background_save_is_loaded_as_it_was_at_the_call(server: ObjectServer) -> None:
+def test_a_background_save_stores_the_snapshot(server: ObjectServer) -> None:
     given = state()
     handle = torch_ckpt.async_save(given, URL, options=WriteOptions(storage_options=server.options))
     given["large"].zero_()
