@@ -14,6 +14,10 @@
 #   ARGS=          with `make cpp-test`, `cpp-asan`, `cpp-tsan`: for GoogleTest, as --gtest_filter='Save*';
 #                  with `make py-test`: for pytest; with `make bench`: for benchmarks.run
 
+# Each test process imports thousands of files: let the first one keep them compiled, whatever the
+# environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 TORCH ?=
 SECONDS ?= 60
 PYTHON ?= python3

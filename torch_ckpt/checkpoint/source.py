@@ -47,7 +47,7 @@ from torch_ckpt.checkpoint.metadata import (
 from torch_ckpt.checkpoint.reading import Reading, copy_by_torch, in_waves
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
 from torch_ckpt.stores import open_store
-from torch_ckpt.stores.folder import ObjectFolder, engine_files, store_errors
+from torch_ckpt.stores.folder import ObjectFolder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -260,7 +260,8 @@ class Source:
 
     def read_tensors(self, reads: _C.TensorReads) -> None:
         """Reads tensors into their targets."""
-        assert self.directory is not None
+        folder = self.directory
+        assert folder is not None
         progress = self.options.progress
         before = self.bytes_moved
         planned = reads.stored_bytes if progress else 0
@@ -274,9 +275,10 @@ class Source:
         showing: AbstractContextManager[Callable[[Progress], None] | None] = nullcontext()
         if progress:
             showing = reporting(progress, f"load {Path(self.path).name}", self.rank, planned)
-        with showing as shown, store_errors(self.directory):
+        errors = folder.own_errors() if isinstance(folder, ObjectFolder) else nullcontext()
+        with showing as shown, errors:
             unknown = reads.load(
-                directory=engine_files(self.directory),
+                directory=folder.files if isinstance(folder, ObjectFolder) else folder,
                 tables=self.tables,
                 options=self.options,
                 progress=report,
@@ -301,11 +303,14 @@ class Source:
         Args:
             options: replaces the options of the source.
         """
-        assert self.directory is not None
-        directory = engine_files(self.directory)
-        with store_errors(self.directory):
+        folder = self.directory
+        assert folder is not None
+        chosen = options or self.options
+        if not isinstance(folder, ObjectFolder):
+            return _core.load_bytes(reads, directory=folder, tables=self.tables, options=chosen)
+        with folder.own_errors():
             return _core.load_bytes(
-                reads, directory=directory, tables=self.tables, options=options or self.options
+                reads, directory=folder.files, tables=self.tables, options=chosen
             )
 
     def verifies_parts(self) -> Callable[[str], bool]:

@@ -79,11 +79,6 @@ class ObjectTarget(Target):
             self._remove_all = weakref.finalize(self, _remove_tagged, self._store, self._tag)
         return self._tag
 
-    def unused_prefix(self, prefix: str) -> str:
-        """Returns a prefix of file names of this rank that no object has."""
-        # If ranks save independently, torch's plan has no tag.
-        return prefix if prefix.count("_") > 3 else f"{prefix}{self.tag}"
-
     def open(self, rank: int, ranks: int) -> Opened:
         """Opens the store.
 

@@ -211,10 +211,6 @@ class DirectoryTarget(Target):
         lease."""
         return None if self.lease is None else self.lease.tag
 
-    def unused_prefix(self, prefix: str) -> str:
-        """Returns a prefix of file names of this rank that no file in the directory has."""
-        return _core.choose_prefix(self.directory, prefix)
-
     def take_lease(self, ends_earlier: bool = True) -> None:
         """Takes a lease on the directory; see :class:`DirectoryLease`."""
         self.lease = DirectoryLease(self.directory, self._own_rank, ends_earlier)
@@ -229,7 +225,7 @@ class DirectoryTarget(Target):
     ) -> tuple[OpenDirectory, str, _C.SaveSources]:
         sources = state.sources(items, bool(self.options.separation_hint))
         prefix = f"__{self._rank}_{layout.decode()}"
-        return self.directory, self.unused_prefix(prefix), sources
+        return self.directory, _core.choose_prefix(self.directory, prefix), sources
 
     def undo(self, written: Written) -> None:
         remove_own(self.directory, set(written.files.names))

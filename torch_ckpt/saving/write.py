@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -18,7 +19,7 @@ from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.options import Background, WriteOptions
 from torch_ckpt.saving.host_memory import default_snapshot_bytes, limit_to_budget
 from torch_ckpt.saving.snapshots import source_changed
-from torch_ckpt.stores.folder import ObjectFolder, engine_files, store_errors
+from torch_ckpt.stores.folder import ObjectFolder
 
 # Seconds between two checks of a write, without and with a progress bar.
 _REST_SECONDS = 5.0
@@ -102,7 +103,7 @@ def write_files(
     identity = DirectoryIdentity.of(directory)
     _core.fault_point("engine begins", directory.path)
     save.start(
-        engine_files(directory),
+        directory.files if isinstance(directory, ObjectFolder) else directory,
         prefix,
         sources,
         buckets=options.files,
@@ -123,7 +124,7 @@ def write_files(
             _core.fault_point("engine has begun", directory.path)
         with (
             reporting(options.progress, title, rank, save.progress()[0]) as show,
-            store_errors(directory),
+            directory.own_errors() if isinstance(directory, ObjectFolder) else nullcontext(),
         ):
             # Wake up regularly to show progress and to let Ctrl-C in, which only reaches the main
             # thread.

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import RelaxedGc
 from torch_ckpt._base.paths import absolute, is_url
@@ -267,8 +267,10 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
     def _write_files(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         RelaxedGc.end()
         prefix: str = plan.storage_data.prefix
-        if self._is_local():
-            prefix = self.target.unused_prefix(prefix)
+        if self._is_local() and isinstance(self.target, DirectoryTarget):
+            prefix = _core.choose_prefix(self.target.directory, prefix)
+        elif self._is_local() and not self.use_collectives:
+            prefix += self.target.tag or ""  # the plan of a rank that saves independently has none
         if not self.engine_can_write():
             plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
             with torch_writes(self, self._directory_for_torch()):

@@ -15,11 +15,10 @@ import errno
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import warn
-from torch_ckpt._core import Directory as OpenDirectory
 from torch_ckpt.stores.object_store import Entry, ObjectStore
 
 # Seconds between two checks that the save still runs.
@@ -75,16 +74,6 @@ class ObjectFolder:
             yield
         except Exception as error:
             raise (self._calls.error or error) from None
-
-
-def engine_files(folder: OpenDirectory | ObjectFolder) -> OpenDirectory | _core.Store:
-    """Returns the argument for the engine's calls."""
-    return folder.files if isinstance(folder, ObjectFolder) else folder
-
-
-def store_errors(folder: OpenDirectory | ObjectFolder) -> AbstractContextManager[None]:
-    """Block with calls of the engine, which raises the errors of a store unchanged."""
-    return folder.own_errors() if isinstance(folder, ObjectFolder) else nullcontext()
 
 
 class _Files:
