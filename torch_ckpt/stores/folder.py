@@ -113,6 +113,8 @@ class _Files:
     def _keeping_error(self) -> Iterator[None]:
         try:
             yield
+        except InterruptedError:
+            raise  # a consequence of another failure
         except BaseException as error:
             with self._lock:
                 self.error = self.error or error.with_traceback(None)

@@ -114,6 +114,24 @@ def test_a_failed_save_leaves_the_earlier_checkpoint_and_no_other_object(
     assert_equal(load(server), state(1.0))
 
 
+def test_a_failed_upload_ends_a_save_although_the_server_does_not_answer_other_uploads(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_ckpt.stores.folder.CLEANUP_SECONDS", 0.5)
+    answered: list[Request] = []
+
+    def refuse_first(request: Request) -> Fault | None:
+        if not is_part(request):
+            return None
+        answered.append(request)
+        return s3_fault(403, "AccessDenied") if len(answered) == 1 else Fault("stall")
+
+    server.fault = refuse_first
+    error = refusal(lambda: save(server, state()))
+    assert isinstance(error, PermissionError)
+    assert METADATA not in server.objects
+
+
 def test_a_save_is_not_committed_if_another_one_was_committed_meanwhile(
     server: ObjectServer,
 ) -> None:
