@@ -160,9 +160,15 @@ class Copy:
         if not root.exists():
             git("worktree", "add", "--detach", str(root))
         self.reset()
+        # The copy may be that of an earlier commit.
+        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+        self._git("checkout", "-q", "--detach", commit)
 
     def reset(self) -> None:
-        subprocess.run(["git", "checkout", "-q", "."], cwd=self.root, check=True)
+        self._git("checkout", "-q", ".")
+
+    def _git(self, *arguments: str) -> None:
+        subprocess.run(["git", *arguments], cwd=self.root, check=True)
 
     def restore(self, mutant: Mutant) -> None:
         """Undoes the mutant, and builds the copy again."""
