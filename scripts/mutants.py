@@ -160,7 +160,7 @@ class Copy:
         if not root.exists():
             git("worktree", "add", "--detach", str(root))
         self.reset()
-        # The copy may be that of an earlier commit.
+        # An earlier run may have made the copy from another commit.
         commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
         self._git("checkout", "-q", "--detach", commit)
 

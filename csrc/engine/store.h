@@ -102,7 +102,7 @@ inline Result<Folder> Folder::duplicate() const {
   return Folder(std::move(*own));
 }
 
-/// Returns the size of the parts of a file in a store, which is that of its pieces. A multipart
+/// Returns the size of the parts, and of the pieces, of a file in a store. A multipart
 /// upload has at most 10,000 parts; the number of parts stays below.
 constexpr std::size_t piece_bytes_in_store(std::uint64_t file_bytes) {
   constexpr std::uint64_t kMebibyte = std::uint64_t{1} << 20;

@@ -23,8 +23,6 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import StorageMeta
-
 from torch_ckpt import _C, _core
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
@@ -33,14 +31,14 @@ from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
-from torch_ckpt.saving.target import Opened, Target, require_one_target
+from torch_ckpt.saving.target import CheckpointTarget, Opened, require_one_target
 from torch_ckpt.saving.write import Written
 from torch_ckpt.stores import Changed, ObjectStore, Version, open_store
 from torch_ckpt.stores.folder import CLEANUP_SECONDS, ObjectFolder
 from torch_ckpt.stores.store_errors import unknown_outcome
 
 
-class ObjectTarget(Target):
+class ObjectTarget(CheckpointTarget):
     """A checkpoint in an object store; see the module's docstring.
 
     Args:
@@ -109,16 +107,6 @@ class ObjectTarget(Target):
     def undo(self, written: Written) -> None:
         self.directory.remove_written()
 
-    def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
-        data = plan.encode(written, self.storage_meta())
-        with self.busy():
-            self.publish(data, {name for of_rank in written for name in of_rank.files.names})
-        return data.seal
-
-    def storage_meta(self) -> StorageMeta:
-        """Returns the description of the storage that the metadata contains."""
-        return StorageMeta(checkpoint_id=self.path, save_id=str(uuid.uuid4()))
-
     def publish(self, data: _core.EncodedMetadata, files: Collection[str]) -> None:
         """Stores the metadata, then deletes the objects of the checkpoint that was replaced.
 
@@ -131,6 +119,20 @@ class ObjectTarget(Target):
             DurabilityUncertain: the checkpoint might be visible already, or later. No object was
                 deleted.
         """
+        with self.busy():
+            self._publish(data, files)
+
+    def discard(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
+        if self._remove_all is not None:
+            self._remove_all()
+        self._keep_all()
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _publish(self, data: _core.EncodedMetadata, files: Collection[str]) -> None:
         replaced = self._files_of_replaced()
         try:
             self._store_metadata(bytes(data))
@@ -150,16 +152,6 @@ class ObjectTarget(Target):
             self._store.delete(sorted(replaced.difference(files)))
         except OSError as error:
             warn(f"{self.path}: objects of the replaced checkpoint remain: {error}")
-
-    def discard(self) -> None:
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            folder.close()
-        if self._remove_all is not None:
-            self._remove_all()
-        self._keep_all()
-
-    # --- private ---------------------------------------------------------------------------------
 
     def _keep_all(self) -> None:
         """Makes the end of this save delete nothing. A later save gets another tag."""

@@ -140,7 +140,32 @@ class Target:
             self.is_busy = False
 
 
-class DirectoryTarget(Target):
+class CheckpointTarget(Target):
+    """A checkpoint: data files, and the metadata that commits them."""
+
+    def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
+        data = plan.encode(written, self.storage_meta())
+        self.publish(data, {name for of_rank in written for name in of_rank.files.names})
+        return data.seal
+
+    def storage_meta(self) -> StorageMeta:
+        """Returns the description of the storage that the metadata contains."""
+        return StorageMeta(checkpoint_id=self.path, save_id=str(uuid.uuid4()))
+
+    def publish(self, data: _core.EncodedMetadata, files: Collection[str]) -> None:
+        """Publishes the metadata, then removes the files that the metadata does not name.
+
+        Args:
+            data: the contents of ``.metadata``.
+            files: names of the data files that the metadata names, relative to the checkpoint.
+
+        Raises:
+            NotCommitted, DurabilityUncertain: see :meth:`commit`.
+        """
+        raise NotImplementedError
+
+
+class DirectoryTarget(CheckpointTarget):
     """A checkpoint directory. csrc/directory/lease.h describes the commit.
 
     A relative path is resolved against the current working directory when the target is created.
@@ -229,15 +254,6 @@ class DirectoryTarget(Target):
 
     def undo(self, written: Written) -> None:
         remove_own(self.directory, set(written.files.names))
-
-    def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
-        data = plan.encode(written, self.storage_meta())
-        self.publish(data, {name for of_rank in written for name in of_rank.files.names})
-        return data.seal
-
-    def storage_meta(self) -> StorageMeta:
-        """Returns the description of the storage that the metadata contains."""
-        return StorageMeta(checkpoint_id=self.path, save_id=str(uuid.uuid4()))
 
     def publish(self, data: _core.EncodedMetadata, files: Collection[str]) -> None:
         """Publishes the metadata, then removes the files that the metadata does not name.

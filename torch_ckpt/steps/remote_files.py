@@ -13,17 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.free_space import require_room
+from torch_ckpt.stores.fsspec_store import modified
 
 #: Maximum number of simultaneous requests.
 MOST_REQUESTS = 16
-
-# Keys of the modification time in the listings of s3fs, adlfs, gcsfs, local and other file systems.
-_MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 # Error numbers for exceptions without one.
 _NUMBERS: list[tuple[type[OSError], int]] = [
@@ -224,23 +221,6 @@ def _errors_with_url(operation: str, url: str) -> Iterator[None]:
     except Exception as error:
         message = f"{operation} failed: {type(error).__name__}: {error}"
         raise OSError(errno.EIO, message, url) from error
-
-
-def modified(info: dict[str, Any]) -> float | None:
-    """Returns the time of the last write, from a file system's description of a file.
-
-    See :class:`RemoteFile`.
-    """
-    for key in _MODIFIED:
-        value = info.get(key)
-        if isinstance(value, str):
-            with suppress(ValueError):
-                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
-        if isinstance(value, datetime):
-            return value.timestamp()
-        if isinstance(value, int | float):
-            return float(value)
-    return None
 
 
 def age(files: Iterable[RemoteFile]) -> float:

@@ -224,17 +224,17 @@ class FsspecStore(ObjectStore):
 
 
 def _entry(name: str, info: dict[str, Any]) -> Entry:
-    modified = _modified(info)
+    changed = modified(info)
     etag, generation = (
         next((str(info[key]) for key in keys if info.get(key)), None)
         for keys in (_ETAG, _GENERATION)
     )
-    return Entry(
-        name, info["size"] or 0, modified, Version(etag, generation, info["size"], modified)
-    )
+    return Entry(name, info["size"] or 0, changed, Version(etag, generation, info["size"], changed))
 
 
-def _modified(info: dict[str, Any]) -> float | None:
+def modified(info: dict[str, Any]) -> float | None:
+    """Returns the time of the last write as a Unix timestamp, from a file system's description of a
+    file; None if the description has no such time."""
     for key in _MODIFIED:
         value = info.get(key)
         if isinstance(value, str):

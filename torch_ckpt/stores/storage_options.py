@@ -1,4 +1,4 @@
-"""The settings of a store: those of s3fs, gcsfs and adlfs, translated for obstore."""
+"""Translates settings of s3fs, gcsfs and adlfs for obstore."""
 
 from __future__ import annotations
 
@@ -243,8 +243,10 @@ def _google_token(token: Any) -> dict[str, Any]:
 
 
 def _aws_credentials(values: dict[str, Any], profile: str | None) -> Callable[[], Any] | None:
-    """Returns boto3's credentials for a profile. Without one, returns those of the default profile
-    if obstore, which does not read AWS's files, would find no credentials."""
+    """Returns boto3's credentials for a profile.
+
+    If no profile is given, and obstore, which does not read AWS's files, would find no credentials,
+    returns the credentials of the default profile. Returns None if obstore finds credentials."""
     if "access_key_id" in values or "skip_signature" in values:
         return None
     profile = profile or os.environ.get("AWS_PROFILE")

@@ -32,7 +32,8 @@ from torch_ckpt import WriteOptions
 from torch_ckpt.steps import MARKER_NAME, open_steps
 from torch_ckpt.steps.busy import busy
 from torch_ckpt.steps.remote import RemoteSteps
-from torch_ckpt.steps.remote_files import RemoteFile, age, modified
+from torch_ckpt.steps.remote_files import RemoteFile, age
+from torch_ckpt.stores.fsspec_store import modified
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
 
