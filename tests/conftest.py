@@ -31,7 +31,7 @@ pytest_plugins = [
     "tests.managers",
     "tests.rank_threads",
     "tests.ranks",
-    "tests.remote_steps",
+    "tests.object_steps",
     "tests.sweeps",
 ]
 

@@ -45,6 +45,7 @@ from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.saving.target import DirectoryTarget, Target
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.states import States
+from torch_ckpt.stores import open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Never  # in typing since Python 3.11
@@ -442,7 +443,7 @@ def target_of(
     if format == "safetensors":
         return ModelTarget(checkpoint_id, Safetensors(), options)
     if is_url(checkpoint_id):
-        return ObjectTarget(str(checkpoint_id), options)
+        return ObjectTarget(open_store(str(checkpoint_id), options.storage_options), options)
     return DirectoryTarget(checkpoint_id, options)
 
 

@@ -27,6 +27,11 @@ def refuse_keyword(
     """
     keyword = next(iter(given))
     name = caller.__name__
+    if keyword == "staging_dir":
+        raise TypeError(
+            f"{name}() has no option staging_dir: no file is staged on a local disk any more. Omit "
+            "it"
+        )
     places = []
     for argument, options in groups.items():
         if keyword in options:

@@ -14,6 +14,16 @@ def is_url(path: object) -> bool:
     return isinstance(path, str) and _URL.match(path) is not None
 
 
+def local_path(path: str | os.PathLike[str]) -> str | None:
+    """Returns a local path, also for a URL that begins with ``file://`` or ``local://``. Returns
+    None for any other URL."""
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme in ("file", "local"):
+        return rest
+    return None if is_url(text) else text
+
+
 def refuse_url(path: object) -> None:
     """Raises ValueError if ``path`` is a URL, which pathlib would treat as a relative path."""
     if is_url(path):

@@ -75,8 +75,9 @@ class Source:
         directory: the open directory, or the objects beneath a URL; None if it is closed.
         location: path of the checkpoint directory or of the safetensors file, or the URL. If
             ``path`` is a run's root, this is the step's directory.
-        resolved: what must be equal on all ranks of a load: the directory that a root or a step
-            number leads to. None if there is nothing to compare.
+        resolved: the path, and what it has led to: the directory for a root or a step number, the
+            version of the metadata for a URL. Ranks of a load that open the same path must find the
+            same. None if there is nothing to compare.
         index: the index of the checkpoint; None if the caller of ``dcp.load`` passed the metadata.
         safetensors: the contents of safetensors files, if the checkpoint consists of these.
         tables: the checksum tables, or the index that has them.
@@ -106,7 +107,7 @@ class Source:
         self.narrowed: Conversions = {}
         self.bytes_moved = 0
         self.directory: OpenDirectory | ObjectFolder | None = None
-        self.resolved: str | None = None
+        self.resolved: tuple[str, str] | None = None
         self.index: _core.CheckpointIndex | None = None
         self.safetensors: _core.SafetensorsFiles | None = None
         self.tables: _core.CheckpointIndex | dict[str, bytes] = {}
@@ -167,7 +168,8 @@ class Source:
         share_or_warn(self.directory)
         # Only a root or a step number must be resolved to the same directory on all ranks: a newer
         # step may be completed before the next rank looks for the newest one.
-        self.resolved = None if self.location == str(Path(self.path)) else self.location
+        path = str(Path(self.path))
+        self.resolved = None if self.location == path else (path, self.location)
         name = next((name for name in names if is_present(name, self.directory)), names[0])
         self.has_all_ranks = name == METADATA_NAME
         if file is None:
@@ -185,7 +187,10 @@ class Source:
         for name in names:
             self.has_all_ranks = name == METADATA_NAME
             with suppress(FileNotFoundError):
-                return folder.read(name, MAX_METADATA_BYTES), folder.store.url_of(name)
+                data, version = folder.store.read(name, MAX_METADATA_BYTES)
+                url = folder.store.url_of(name)
+                self.resolved = url, str(version)
+                return data, url
         raise no_checkpoint(self.location, f"{names[0]} beneath this URL")
 
     def _open_store(self) -> ObjectFolder:

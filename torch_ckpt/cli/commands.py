@@ -339,18 +339,17 @@ def _open_steps_to_delete(root: str) -> StepStore:
     """Opens steps so that deletions fail once another run takes or releases the lease."""
     from torch_ckpt.steps.root_lease import ObservedLease
 
-    store = _open_steps(root)
-    if store.lease_root is not None:
-        store.lease = ObservedLease(store.lease_root)
+    store = _open_steps(root, read_only=False)
+    store.lease = ObservedLease(store.lease_store())
     return store
 
 
-def _open_steps(root: str) -> StepStore:
+def _open_steps(root: str, *, read_only: bool = True) -> StepStore:
     from torch_ckpt.steps import open_steps
 
     try:
         store = open_steps(root)
     except (ImportError, ValueError) as error:
         raise CheckpointError(str(error)) from error
-    store.require_root()
+    store.require_root(read_only=read_only)
     return store

@@ -45,12 +45,15 @@ class RankReads:
 
     bytes: int = 0
     digest: int = 0
-    resolved: str | None = None
+    resolved: tuple[str, str] | None = None
     machine: str = field(default_factory=boot_id)
 
     @classmethod
     def of_items(
-        cls, items: Iterable[ReadItem], index: _core.CheckpointIndex, resolved: str | None = None
+        cls,
+        items: Iterable[ReadItem],
+        index: _core.CheckpointIndex,
+        resolved: tuple[str, str] | None = None,
     ) -> RankReads:
         """Describes the tensors in a plan of torch's planner."""
         total, digest = 0, 0
@@ -80,7 +83,9 @@ def want_same_bytes(ranks: Sequence[RankReads], stored_bytes: int | None, title:
     Raises:
         CheckpointError: ranks have opened different checkpoints.
     """
-    if len({reads.resolved for reads in ranks}) > 1:
+    of_path: dict[str, str] = {}
+    pairs = [reads.resolved for reads in ranks if reads.resolved is not None]
+    if any(of_path.setdefault(path, found) != found for path, found in pairs):
         raise CheckpointError(
             f"{title}: ranks have read the metadata of different saves, because the checkpoint was "
             "replaced or a newer step was saved while the load started; load again"

@@ -90,8 +90,9 @@ class CheckpointManager:
                     break
 
     Args:
-        root: directory for the steps, visible to all ranks; or a URL that fsspec supports; or the
-            result of :func:`torch_ckpt.steps.open_steps`.
+        root: directory for the steps, visible to all ranks; or a URL (docs/remote.md), with the
+            ``storage_options`` of ``write`` or ``read``; or the result of
+            :func:`torch_ckpt.steps.open_steps`.
         interval: when to save. An int N saves every N steps. A ``timedelta`` saves whenever that
             much time has passed. An :class:`torch_ckpt.manager.AutoInterval` measures how much
             training time a save costs and chooses the interval that loses the least training time
@@ -114,7 +115,7 @@ class CheckpointManager:
             immediately. See also :class:`torch_ckpt.events.TensorBoard`.
         read_only: only list, load and verify steps; never save or delete steps, or remove leftovers
             of interrupted saves.
-        takeover: take the lease on a local root even if another running job holds it. The other
+        takeover: take the lease on the root even if another running job holds it. The other
             job's saves then fail.
         process_group: process group of the ranks; None uses the default group.
         timeout: seconds without a heartbeat after which a rank is declared dead. The other ranks
@@ -165,7 +166,10 @@ class CheckpointManager:
         require_policies(preemption, saves, write, read)
         require_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
         self._retention = Retention.of(keep)
-        self._store = root if isinstance(root, StepStore) else open_steps(root)
+        if not isinstance(root, StepStore):
+            settings = write.storage_options or read.storage_options
+            root = open_steps(root, storage_options=settings)
+        self._store = root
         if export is not None and absolute(export.root) == absolute(self._store.root):
             raise ValueError(f"{export.root}: exports need another directory than the steps")
         self._read_only = read_only
@@ -179,12 +183,13 @@ class CheckpointManager:
 
         # Only rank 0 needs the lease: it commits steps for all ranks, and deletes them.
         writes = not read_only and self._rank == 0
-        self._lease = RootLease(self._store.lease_root if writes else None, takeover=takeover)
+        self._lease = RootLease(self._store.lease_store() if writes else None, takeover=takeover)
         self._store.lease = self._lease
 
         def begin() -> None:
             self._report = Reporters(self._rank, on_event)
-            self._store.require_root()
+            if read_only or self._rank == 0:
+                self._store.require_root(read_only=read_only)
             self._lease.take()
 
         with ExitStack() as undo:

@@ -128,6 +128,5 @@ MOVED: dict[str, Mapping[str, str] | Collection[str]] = {
         **{name: name for name in _names(ReadOptions)},
         "load_options": "",
     },
-    "root=torch_ckpt.steps.open_steps(root, ...)": ["staging_dir"],
     "on_event=torch_ckpt.events.TensorBoard(...)": {"tensorboard": "writer"},
 }

@@ -33,7 +33,7 @@ from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.target import CheckpointTarget, Opened, require_one_target
 from torch_ckpt.saving.write import Written
-from torch_ckpt.stores import Changed, ObjectStore, Version, open_store
+from torch_ckpt.stores import Changed, ObjectStore, Version
 from torch_ckpt.stores.folder import CLEANUP_SECONDS, ObjectFolder
 from torch_ckpt.stores.store_errors import unknown_outcome
 
@@ -42,20 +42,23 @@ class ObjectTarget(CheckpointTarget):
     """A checkpoint in an object store; see the module's docstring.
 
     Args:
-        path: URL of the checkpoint.
+        store: the objects of the checkpoint.
         options: the options of the save.
         own_rank: the rank, if it saves independently of other ranks and has its own metadata; None
             if the ranks save together.
     """
 
-    def __init__(self, path: str, options: WriteOptions, own_rank: int | None = None) -> None:
-        self._store = open_store(path, options.storage_options)
-        super().__init__(self._store.root.url, options)
+    def __init__(
+        self, store: ObjectStore, options: WriteOptions, own_rank: int | None = None
+    ) -> None:
+        super().__init__(store.root.url, options)
+        self._store = store
         self._metadata = _core.metadata_name(own_rank)
         self._rank = 0
         self._folder: ObjectFolder | None = None
-        # The version of the metadata that this save replaces.
+        # The version of the metadata that this save replaces, and the version that it has stored.
         self._replaced: Version | None = None
+        self._stored: Version | None = None
         # On the coordinator, from the first name until the commit.
         self._tag: str | None = None
         self._remove_all: weakref.finalize[Any, Any] | None = None
@@ -85,14 +88,20 @@ class ObjectTarget(CheckpointTarget):
             OSError: the store cannot be read.
         """
         self.discard()
-        self._rank = rank
-        self._replaced = self._version_stored() if rank == 0 else None
-        if self._replaced is not None and not self.options.overwrite:
+        self._rank, self._replaced = rank, None
+        if rank == 0:
+            self.require_replaceable()
+            found = self._store.find(self._metadata)
+            self._replaced = None if found is None else found.version
+        return Opened(DirectoryIdentity.of(self.directory), self.path)
+
+    def require_replaceable(self) -> None:
+        """Checks, on the coordinator, that this save may replace the contents of the URL."""
+        if not self.options.overwrite and self._store.find(self._metadata) is not None:
             raise RuntimeError(
                 f"Checkpoint already exists in {self.path}; pass overwrite=True, in WriteOptions "
                 "or to FileSystemWriter, to replace it"
             )
-        return Opened(DirectoryIdentity.of(self.directory), self.path)
 
     def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         require_one_target(opened)
@@ -120,22 +129,45 @@ class ObjectTarget(CheckpointTarget):
                 deleted.
         """
         with self.busy():
-            self._publish(data, files)
+            obsolete = self.commit_metadata(bytes(data), files)
+            self.keep_all()
+            try:
+                self._store.delete(sorted(obsolete))
+            except OSError as error:
+                warn(f"{self.path}: objects of the replaced checkpoint remain: {error}")
 
-    def discard(self) -> None:
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            folder.close()
-        if self._remove_all is not None:
-            self._remove_all()
-        self._keep_all()
-
-    # --- private ---------------------------------------------------------------------------------
-
-    def _publish(self, data: _core.EncodedMetadata, files: Collection[str]) -> None:
-        replaced = self._files_of_replaced()
+    def commit_metadata(self, data: bytes, files: Collection[str]) -> Collection[str]:
+        """Makes the checkpoint visible. Returns the names of the objects to delete afterwards."""
+        replaced: set[str] = set()
+        url = self._store.url_of(self._metadata)
         try:
-            self._store_metadata(bytes(data))
+            former = self.read_replaced()
+            replaced = set() if former is None else set(decode_index(former, url).files())
+        except (OSError, CheckpointError) as error:
+            warn(f"{url}: the objects of the replaced checkpoint remain: {error}")
+        self.store_metadata(data)
+        return replaced.difference(files)
+
+    def read_replaced(self) -> bytes | None:
+        """Returns the metadata that this save replaces; None if there is none.
+
+        Raises:
+            OSError: it cannot be read, or has changed since the save began.
+        """
+        if self._replaced is None:
+            return None
+        data, version = self._store.read(self._metadata, MAX_METADATA_BYTES)
+        if not version.agrees(self._replaced):
+            raise Changed(errno.ESTALE, "the object was replaced", self.path)
+        return data
+
+    def store_metadata(self, data: bytes) -> None:
+        """Stores the metadata on the condition that it has not changed since the save began.
+
+        Raises: see :meth:`publish`.
+        """
+        try:
+            self._stored = self._store.exchange(self._metadata, data, self._replaced)
         except OSError as error:
             if isinstance(error, (FileExistsError, Changed)):
                 raise NotCommitted(
@@ -145,52 +177,22 @@ class ObjectTarget(CheckpointTarget):
             number = error.errno or errno.EIO
             if not unknown_outcome(error):
                 raise NotCommitted(str(error), number) from None
-            self._keep_all()
+            self.keep_all()
             raise DurabilityUncertain(str(error), number) from None
-        self._keep_all()
-        try:
-            self._store.delete(sorted(replaced.difference(files)))
-        except OSError as error:
-            warn(f"{self.path}: objects of the replaced checkpoint remain: {error}")
 
-    def _keep_all(self) -> None:
+    def keep_all(self) -> None:
         """Makes the end of this save delete nothing. A later save gets another tag."""
         if self._remove_all is not None:
             self._remove_all.detach()
         self._tag = self._remove_all = None
 
-    def _store_metadata(self, data: bytes) -> None:
-        try:
-            if self._replaced is None:
-                self._store.put_if_absent(self._metadata, data)
-            else:
-                self._store.swap(self._metadata, data, self._replaced)
-        except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:
-                raise
-            # The store has no conditions: another save may store its metadata between these calls.
-            if self._version_stored() != self._replaced:
-                raise Changed(errno.ESTALE, "the object was replaced") from None
-            self._store.put(self._metadata, iter([memoryview(data)]), len(data))
-
-    def _version_stored(self) -> Version | None:
-        """Returns the version of the metadata; None if there is none."""
-        try:
-            return self._store.head(self._metadata).version
-        except FileNotFoundError:
-            return None
-
-    def _files_of_replaced(self) -> set[str]:
-        """Returns the names of the objects of the checkpoint that this save replaces."""
-        if self._replaced is None:
-            return set()
-        url = self._store.url_of(self._metadata)
-        try:
-            data, version = self._store.read(self._metadata, MAX_METADATA_BYTES)
-            return set(decode_index(data, url).files()) if version.agrees(self._replaced) else set()
-        except (OSError, CheckpointError) as error:
-            warn(f"{url}: the objects of the replaced checkpoint remain: {error}")
-            return set()
+    def discard(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
+        if self._remove_all is not None:
+            self._remove_all()
+        self.keep_all()
 
 
 def _remove_tagged(store: ObjectStore, tag: str) -> None:

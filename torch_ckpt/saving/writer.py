@@ -31,6 +31,7 @@ from torch_ckpt.saving.object_target import ObjectTarget
 from torch_ckpt.saving.snapshots import copy_of_state
 from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.saving.write import write_files
+from torch_ckpt.stores import open_store
 
 
 class FileSystemWriter(OnAnyFileSystem, StockWriter):
@@ -226,7 +227,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         if self._target is None:
             own_rank, options = None if self.use_collectives else self.rank, self.write_options()
             self._target = (
-                ObjectTarget(str(self.path), options, own_rank)
+                ObjectTarget(open_store(str(self.path), options.storage_options), options, own_rank)
                 if is_url(self.path)
                 else DirectoryTarget(self.path, options, own_rank, self.ends_earlier_leases)
             )

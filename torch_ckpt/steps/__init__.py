@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
+from torch_ckpt._base.paths import local_path
 from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, encoded_marker, parsed_marker
 from torch_ckpt.checkpoint.step_names import (
     LARGEST_STEP,
@@ -32,33 +35,27 @@ __all__ = [
 
 
 def open_steps(
-    root: str | os.PathLike[str], *, staging_dir: str | os.PathLike[str] | None = None
+    root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> StepStore:
-    """Opens the steps beneath a root.
+    """Opens the steps beneath a root, without a request.
 
     Args:
-        root: a local directory, or a URL that fsspec supports.
-        staging_dir: local directory for files in transit to or from a remote root; None uses the
-            system's temporary directory.
+        root: a local directory or a URL (docs/remote.md).
+        storage_options: see :class:`torch_ckpt.WriteOptions`. Ignored for a local directory.
 
     Raises:
-        ImportError: the file system of the URL needs a package that is not installed; the message
+        ImportError: the protocol of the URL needs a package that is not installed; the message
             names the package.
-        ValueError: ``staging_dir`` is given for a local root, or fsspec does not support the URL's
-            protocol.
+        ValueError: the URL, its protocol or a storage option is not allowed.
 
     Example::
 
         steps = open_steps("s3://bucket/run")
         print([info.step for info in steps.entries(leftovers=False)])
     """
-    path = os.fspath(root)
-    scheme, separator, rest = path.partition("://")
-    if separator and scheme not in ("file", "local"):
-        from torch_ckpt.steps.remote import RemoteSteps
+    directory = local_path(root)
+    if directory is not None:
+        return LocalSteps(directory)
+    from torch_ckpt.steps.object_steps import ObjectSteps
 
-        remote: StepStore = RemoteSteps(path, staging_dir)
-        return remote
-    if staging_dir is not None:
-        raise ValueError(f"staging_dir is for remote roots, but {path} is local. Omit staging_dir.")
-    return LocalSteps(rest if separator else path)
+    return ObjectSteps(os.fspath(root), storage_options)

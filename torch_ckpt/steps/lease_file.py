@@ -27,8 +27,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch_ckpt import _core
+from torch_ckpt.checkpoint.marker import newest_epoch
 from torch_ckpt.errors import RootInUse
-from torch_ckpt.steps.lease_protocol import LEASE_NAME, LeaseRecord, StoredRecord
+from torch_ckpt.steps.lease_protocol import (
+    LEASE_NAME,
+    LeaseRecord,
+    StoredRecord,
+    is_alive_on_this_host,
+)
 
 #: Fields that identify a process.
 _PROCESS_FIELDS = ("host", "boot", "pids", "pid", "start", "began_at")
@@ -53,6 +59,12 @@ class LeaseFile:
         self.root = root
         self.has_made_root = False
         self._fd = -1  # the lease of this process, locked
+
+    def within(self, seconds: float) -> LeaseFile:
+        return self
+
+    def newest_epoch(self) -> int:
+        return newest_epoch(self.root)
 
     def read(self) -> StoredRecord | None:
         try:
@@ -80,17 +92,14 @@ class LeaseFile:
                 continue
 
     def is_alive(self, found: StoredRecord) -> bool | None:
-        process, own = found.record.process, _core.own_process()
-        is_on_this_boot = bool(own["boot"]) and process.get("boot") == own["boot"]
-        if is_on_this_boot and all(process.get(name) == own[name] for name in ("host", "pids")):
-            pid, start = _number(process.get("pid")), _number(process.get("start"))
-            # If the PID is this process's, the process has replaced its program by exec.
-            if pid is None or start is None or pid == own["pid"]:
-                return False
-            return _core.is_alive(pid, start)
+        is_alive = is_alive_on_this_host(found.record)
+        if is_alive is not None:
+            return is_alive
         is_locked = self._is_locked(found)
         if is_locked:
             return True
+        boot = _core.own_process()["boot"]
+        is_on_this_boot = bool(boot) and found.record.process.get("boot") == boot
         # A kernel knows all locks of its own processes, but may not see the locks of other hosts.
         return False if is_locked is False and is_on_this_boot else None
 
@@ -289,11 +298,3 @@ def _remove_leftovers(directory: _core.Directory) -> None:
                 os.unlink(name, dir_fd=directory.fd)
             finally:
                 os.close(fd)
-
-
-def _number(value: Any) -> int | None:
-    try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if 0 <= number < 1 << 63 else None

@@ -90,7 +90,19 @@ class StoredRecord(NamedTuple):
 
 
 class LeaseStore(Protocol):
-    """Keeps the record of one root."""
+    """Keeps the record of one root.
+
+    Attributes:
+        root: the root, for messages.
+    """
+
+    root: str
+
+    def within(self, seconds: float) -> LeaseStore:
+        """Returns the same store with a limit of ``seconds`` for each call."""
+
+    def newest_epoch(self) -> int:
+        """Returns the greatest epoch of the steps' markers; 0 if there is none."""
 
     def read(self) -> StoredRecord | None:
         """Reads the record; None if there is none."""
@@ -110,6 +122,35 @@ class LeaseStore(Protocol):
 
     def age(self, found: StoredRecord) -> float | None:
         """Returns the seconds since the heartbeat by the clock of the store; None if unknown."""
+
+    def release(self) -> None:
+        """Frees the resources of this process, after the lease is released."""
+
+    def close(self, *, unlock: bool = True) -> None:
+        """Closes what this process has open. A forked child does not unlock it."""
+
+
+def is_alive_on_this_host(record: LeaseRecord) -> bool | None:
+    """Returns True if the process of a run is alive; None if it ran on another host."""
+    process, own = record.process, _core.own_process()
+    is_on_this_host = bool(own["boot"]) and all(
+        process.get(name) == own[name] for name in ("boot", "host", "pids")
+    )
+    if not is_on_this_host:
+        return None
+    pid, start = _number(process.get("pid")), _number(process.get("start"))
+    # If the PID is this process's, the process has replaced its program by exec.
+    if pid is None or start is None or pid == own["pid"]:
+        return False
+    return _core.is_alive(pid, start)
+
+
+def _number(value: Any) -> int | None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if 0 <= number < 1 << 63 else None
 
 
 StoreCall = Callable[[LeaseStore], "StoredRecord | None"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
-from contextlib import closing, suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch_ckpt import _core
@@ -16,19 +15,12 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import epoch_of, newest_epoch, read_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
-from torch_ckpt.errors import CheckpointError
-from torch_ckpt.inspection.verify import VerifyReport, verify
-from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
+from torch_ckpt.errors import RootInUse
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.steps.lease_file import LeaseFile
-from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of
+from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of, refuse_checkpoint
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from typing_extensions import Unpack  # in typing since Python 3.11
-
-    from torch_ckpt.checkpoint.opened import Checkpoint
-    from torch_ckpt.loading.load import LoadArguments
-    from torch_ckpt.loading.report import LoadReport
     from torch_ckpt.saving.target import Target
 
 
@@ -44,14 +36,30 @@ class LocalSteps(StepStore):
         self.patience = patience
         self.protocol = _core.StepRoot(self.root)
 
-    @property
-    def lease_root(self) -> str:
-        return self.root
+    def lease_store(self) -> LeaseFile:
+        return LeaseFile(self.root)
+
+    @contextmanager
+    def fenced(self) -> Iterator[bytes | None]:
+        """Block for a change beneath the root. Yields the bytes that the lease must have; see
+        csrc/directory/root_lock.h.
+
+        Raises:
+            RootInUse: the change has failed because the lease is lost. Names the other run.
+        """
+        if self.lease is None:
+            yield None
+            return
+        try:
+            yield self.lease.expected()
+        except RootInUse:
+            self.lease.require()
+            raise
 
     def path_of(self, step: int) -> str:
         return os.path.join(self.root, step_name(step))
 
-    def require_root(self) -> None:
+    def require_root(self, *, read_only: bool) -> None:
         root = self.root
         try:
             # One call, because another run may remove its empty root meanwhile.
@@ -64,15 +72,8 @@ class LocalSteps(StepStore):
                 "the root must be the directory that contains the steps, but is not a directory",
                 root,
             )
-        if not os.path.lexists(os.path.join(root, METADATA_NAME)):
-            return
-        parent, name = os.path.split(root)
-        advice = parent if STEP_NAME.match(name) else "the directory that contains the steps"
-        raise CheckpointError(
-            f"{root} is a single checkpoint, not the root of a run. Pass {advice}, or a new "
-            "directory. To start a run from this checkpoint, load it with torch_ckpt.load(state, "
-            f"path) if restore() returns 0. To list it, run torch-ckpt ls {root}."
-        )
+        if os.path.lexists(os.path.join(root, METADATA_NAME)):
+            refuse_checkpoint(root)
 
     def newest_epoch(self) -> int:
         found = LeaseFile(self.root).read()
@@ -120,26 +121,6 @@ class LocalSteps(StepStore):
             make_room=make_room,
             options=options,
         )
-
-    def load(
-        self,
-        step: int,
-        state_dict: dict[str, Any],
-        options: ReadOptions = DEFAULT_READ_OPTIONS,
-        **arguments: Unpack[LoadArguments],
-    ) -> LoadReport | Checkpoint:
-        from torch_ckpt.checkpoint.source import Source
-        from torch_ckpt.loading.load import load
-
-        return load(state_dict, partial(Source, self.path_of(step), options), **arguments)
-
-    def metadata(self, step: int) -> Metadata:
-        from torch_ckpt.checkpoint.opened import Checkpoint
-
-        return Checkpoint(self.path_of(step)).metadata()
-
-    def verify(self, step: int) -> VerifyReport:
-        return verify(self.path_of(step))
 
     def delete(self, step: int) -> bool:
         with suppress(FileNotFoundError), self.fenced() as lease:

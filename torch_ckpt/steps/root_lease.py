@@ -18,10 +18,8 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.checkpoint.marker import newest_epoch
 from torch_ckpt.errors import RootInUse
-from torch_ckpt.steps.lease_file import LeaseFile
-from torch_ckpt.steps.lease_protocol import LEASE_NAME, LeaseRecord, RunLease, perform
+from torch_ckpt.steps.lease_protocol import LEASE_NAME, LeaseRecord, LeaseStore, RunLease, perform
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,16 @@ class RootLease:
     Several threads may use the object. Once it is released, it never takes the lease again.
 
     Args:
-        root: a local directory. If it is None, there is no lease, and the methods do nothing.
+        store: keeps the lease. If it is None, there is no lease, and the methods do nothing.
         takeover: replace the lease of a running job.
         times: see :class:`Times`.
     """
 
-    def __init__(self, root: str | None, *, takeover: bool = False, times: Times = TIMES) -> None:
-        self._root = root
+    def __init__(
+        self, store: LeaseStore | None, *, takeover: bool = False, times: Times = TIMES
+    ) -> None:
+        self._store = store
+        self._root = None if store is None else store.root
         self._takeover = takeover
         self._times = times
         self._held: _HeldLease | None = None  # guarded by _leases.lock
@@ -81,7 +82,7 @@ class RootLease:
                 return
             raise OSError(
                 error.errno,
-                f"nothing can be saved beneath this root ({error}). Use a directory that this "
+                f"nothing can be saved beneath this root ({error}). Use a root that this "
                 "process can write to, or pass read_only=True if you only need to restore",
                 self._root,
             ) from error
@@ -94,19 +95,19 @@ class RootLease:
                 missing, this share is released, or this process is a forked child.
             OSError: the lease cannot be read or written.
         """
-        if self._root is None:
+        if self._store is None:
             return
         held = self._held
         if held is None:
             self._refuse_if_released()
-            held = self._keep(self._wait_for_lease(self._root))
+            held = self._keep(self._wait_for_lease(self._store))
         held.require()
 
     def expected(self) -> bytes | None:
         """Returns the bytes that the lease must have for a change beneath the root; None if there
         is no lease. If this manager does not hold the lease, they are the bytes of the lease that
         it has found or held last."""
-        if self._root is None:
+        if self._store is None:
             return None
         held = self._held
         return self._found if held is None else held.expected
@@ -148,25 +149,25 @@ class RootLease:
         assert own is not None
         return own
 
-    def _wait_for_lease(self, root: str) -> _HeldLease:
-        times, file = self._times, LeaseFile(root)
+    def _wait_for_lease(self, store: LeaseStore) -> _HeldLease:
+        times, root = self._times, store.root
         process = {**_core.own_process(), "began_at": round(time.time(), 3)}
         run = RunLease(
             root,
             LeaseRecord(0, uuid.uuid4().hex, True, process),
             expiry=times.expiry,
-            newest_epoch=lambda: newest_epoch(root),
+            newest_epoch=store.newest_epoch,
         )
         is_first = True
         while True:
             with _leases.taking:
-                found = file.read()
+                found = store.read()
                 self._found = b"" if found is None else found.version
                 held = None if found is None else _leases.share(found.record.run)
                 if held is not None:
                     return held
-                if perform(run.try_take(file, self._takeover), file):
-                    return _HeldLease(file, run, times.renew)
+                if perform(run.try_take(store, self._takeover), store):
+                    return _HeldLease(store, run, times.renew)
             if is_first and run.holder is not None:
                 LOGGER.warning(
                     "%s has a lease held by %s. Waiting up to %.0f s to determine whether that "
@@ -187,12 +188,12 @@ class ObservedLease:
     lease meanwhile, the steps that the command has listed may no longer be those to delete.
 
     Args:
-        root: a local directory.
+        store: keeps the lease.
     """
 
-    def __init__(self, root: str) -> None:
-        self._file = LeaseFile(root)
-        found = self._file.read()
+    def __init__(self, store: LeaseStore) -> None:
+        self._store = store
+        found = store.read()
         self._found = b"" if found is None else found.version
 
     def expected(self) -> bytes:
@@ -205,7 +206,7 @@ class ObservedLease:
         Raises:
             RootInUse: it has.
         """
-        found = self._file.read()
+        found = self._store.read()
         if (b"" if found is None else found.version) == self._found:
             return
         change = (
@@ -214,7 +215,7 @@ class ObservedLease:
             else f"Its record now names {found.record.describe()}"
         )
         raise RootInUse(
-            f"{self._file.root}: the lease on this root has changed since the steps were listed. "
+            f"{self._store.root}: the lease on this root has changed since the steps were listed. "
             f"{change}. Nothing more was deleted. Run the command again."
         )
 
@@ -231,14 +232,16 @@ class _HeldLease:
         expected: see :meth:`RootLease.expected`.
     """
 
-    def __init__(self, file: LeaseFile, run: RunLease, renew: float) -> None:
+    def __init__(self, store: LeaseStore, run: RunLease, renew: float) -> None:
         assert run.taken is not None
         self.record = run.taken.record
         self.expected: bytes = run.taken.version
         self.users = 1
-        self._file = file
+        self._store = store
         self._run = run
         self._renew_seconds = renew
+        # Neither a heartbeat nor the end of the process waits long for a server.
+        self._brief = store.within(renew)
         self._pid = os.getpid()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="torch_ckpt lease", daemon=True)
@@ -253,10 +256,10 @@ class _HeldLease:
         """See :meth:`RootLease.require`."""
         if os.getpid() != self._pid:
             raise RootInUse(
-                f"{self._file.root}: this process is a forked child of process {self._pid}, which "
+                f"{self._store.root}: this process is a forked child of process {self._pid}, which "
                 "holds the lease. Save in the parent, or use another root."
             )
-        perform(self._run.require(), self._file)
+        perform(self._run.require(), self._store)
 
     def release(self) -> None:
         """Releases one share."""
@@ -273,18 +276,18 @@ class _HeldLease:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         with suppress(OSError, RootInUse):
-            perform(self._run.release(), self._file)
-        self._file.release()
+            perform(self._run.release(), self._brief)
+        self._store.release()
 
     def close_in_child(self) -> None:
         """Closes the child's copy of the file, so that the lock ends with the parent."""
-        self._file.close(unlock=False)
+        self._store.close(unlock=False)
 
     def _renew(self) -> None:
         while not self._ends.wait(self._renew_seconds):
             # After an error, the next attempt may succeed. Otherwise, saves fail, too.
             with suppress(OSError):
-                if not perform(self._run.renew(), self._file):
+                if not perform(self._run.renew(), self._brief):
                     return
 
 

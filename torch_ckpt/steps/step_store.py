@@ -5,14 +5,15 @@ from __future__ import annotations
 import abc
 import errno
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch_ckpt.checkpoint.marker import epoch_of
 from torch_ckpt.checkpoint.step_names import STEP_NAME
-from torch_ckpt.errors import RootInUse
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 
 if TYPE_CHECKING:
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
     from torch_ckpt.checkpoint.opened import Checkpoint
+    from torch_ckpt.checkpoint.source import Source
     from torch_ckpt.inspection.verify import VerifyReport
     from torch_ckpt.loading.load import LoadArguments
     from torch_ckpt.loading.report import LoadReport
     from torch_ckpt.saving.target import Target
+    from torch_ckpt.steps.lease_protocol import LeaseStore
     from torch_ckpt.steps.root_lease import ObservedLease, RootLease
 
 
@@ -43,9 +46,9 @@ class StepInfo:
         pinned: True if retention keeps the step until it is unpinned.
         epoch: number of the run that saved the step, among the runs of the root; see
             :func:`torch_ckpt.checkpoint.lineage.by_lineage`. A save without a lease
-            (:func:`torch_ckpt.training.save_checkpoint`, or a manager of a URL) uses the greatest
-            epoch of the root. 0 if the root has no epochs, or version 0.1 saved the step. None if
-            the marker is empty or unreadable, for example because a user created the marker.
+            (:func:`torch_ckpt.training.save_checkpoint`) uses the greatest epoch of the
+            root. 0 if the root has no epochs, or version 0.1 saved the step. None if the marker is
+            empty or unreadable, for example because a user created the marker.
         run: process of the run that saved the step; empty if unknown.
 
     Example::
@@ -88,6 +91,7 @@ class StepStore(abc.ABC):
 
     Args:
         root: a directory or URL. The root need not exist before the first save.
+        storage_options: see :class:`torch_ckpt.WriteOptions`.
 
     Attributes:
         lease: the lease on which saves, deletions and sweeps depend. If it is lost, they fail with
@@ -105,23 +109,29 @@ class StepStore(abc.ABC):
     #: already has its step's name; a local directory gets that name only when it is complete.
     sweeps_what_lacks_markers = False
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.root = root
         self.lease: RootLease | ObservedLease | None = None
-
-    @property
-    def lease_root(self) -> str | None:
-        """The directory of the root's lease (steps/root_lease.py); None if it has none."""
-        return None
+        self._storage_options = storage_options
 
     @abc.abstractmethod
-    def require_root(self) -> None:
+    def lease_store(self) -> LeaseStore:
+        """Returns the store of the root's lease (steps/root_lease.py)."""
+
+    @abc.abstractmethod
+    def require_root(self, *, read_only: bool) -> None:
         """Checks that the root is not a local file or a single checkpoint, which has no steps.
+        Beneath a URL, also checks that the credentials permit the requests, and warns if the server
+        ignores conditions.
+
+        Args:
+            read_only: nothing will be written beneath the root.
 
         Raises:
             NotADirectoryError: the root is a file.
             CheckpointError: the root is a single checkpoint. If it is a step, the message names the
                 root of the step.
+            OSError: a request fails or is not permitted.
         """
 
     @abc.abstractmethod
@@ -140,23 +150,6 @@ class StepStore(abc.ABC):
             return marker
         epoch = self.newest_epoch()
         return {"epoch": epoch} if epoch else {}
-
-    @contextmanager
-    def fenced(self) -> Iterator[bytes | None]:
-        """Block for a change beneath the root. Yields the bytes that the lease must have; see
-        csrc/directory/root_lock.h.
-
-        Raises:
-            RootInUse: the change has failed because the lease is lost. Names the other run.
-        """
-        if self.lease is None:
-            yield None
-            return
-        try:
-            yield self.lease.expected()
-        except RootInUse:
-            self.lease.require()
-            raise
 
     @abc.abstractmethod
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
@@ -221,7 +214,6 @@ class StepStore(abc.ABC):
                 failed.
         """
 
-    @abc.abstractmethod
     def load(
         self,
         step: int,
@@ -237,8 +229,10 @@ class StepStore(abc.ABC):
 
         Returns, raises: see :func:`torch_ckpt.load`.
         """
+        from torch_ckpt.loading.load import load
 
-    @abc.abstractmethod
+        return load(state_dict, partial(self._source_of, step, options), **arguments)
+
     def metadata(self, step: int) -> Metadata:
         """Reads the metadata of a step: the names, shapes, dtypes and locations of the step's
         values.
@@ -246,10 +240,15 @@ class StepStore(abc.ABC):
         Raises:
             FileNotFoundError, Corrupt, Unsafe: the step does not exist or cannot be read.
         """
+        with closing(self._source_of(step, DEFAULT_READ_OPTIONS)) as source:
+            source.open()
+            return source.metadata()
 
-    @abc.abstractmethod
     def verify(self, step: int) -> VerifyReport:
         """Reads and checks all files of a step, as :func:`torch_ckpt.verify` does."""
+        from torch_ckpt.inspection.verify import verify
+
+        return verify(self.path_of(step), storage_options=self._storage_options)
 
     @abc.abstractmethod
     def delete(self, step: int) -> bool:
@@ -306,6 +305,27 @@ class StepStore(abc.ABC):
 
     @abc.abstractmethod
     def _set_pinned(self, step: int, pinned: bool) -> None: ...
+
+    def _source_of(self, step: int, options: ReadOptions) -> Source:
+        from torch_ckpt.checkpoint.source import Source
+
+        return Source(self.path_of(step), self._with_storage(options))
+
+    def _with_storage(self, options: ReadOptions) -> ReadOptions:
+        if self._storage_options is None:
+            return options
+        return replace(options, storage_options=self._storage_options)
+
+
+def refuse_checkpoint(root: str) -> NoReturn:
+    """Raises the error for a root that is a single checkpoint."""
+    parent, _, name = root.rpartition("/")
+    advice = parent if STEP_NAME.match(name) else "the directory that contains the steps"
+    raise CheckpointError(
+        f"{root} is a single checkpoint, not the root of a run. Pass {advice}, or a new "
+        "directory. To start a run from this checkpoint, load it with torch_ckpt.load(state, "
+        f"path) if restore() returns 0. To list it, run torch-ckpt ls {root}."
+    )
 
 
 def refuse_complete_step(path: str) -> NoReturn:

@@ -65,6 +65,9 @@ class FsspecStore(ObjectStore):
     def _apply_limits(self) -> None:
         pass  # A file system of fsspec keeps its limits.
 
+    def _enter(self, name: str) -> None:
+        self._root = self._path(name)
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
@@ -100,9 +103,16 @@ class FsspecStore(ObjectStore):
         return self._head(name).version
 
     def _put_conditional(self, name: str, data: bytes, expected: Version | None) -> Version:
-        if expected is not None:
-            raise OSError(errno.EOPNOTSUPP, "fsspec cannot compare versions")
         path = self._path(name)
+        if expected is not None:
+            if self.root.kind != "memory":
+                raise OSError(errno.EOPNOTSUPP, "fsspec cannot compare versions")
+            with self._lock:
+                exists = self._fs.exists(path)
+                if not exists or not _entry(name, self._fs.info(path)).version.agrees(expected):
+                    raise Changed(errno.ESTALE, "the object was replaced")
+                self._fs.pipe_file(path, data)
+            return self._head(name).version
         self._make_directory_of(path)
         with self._lock:
             if self.root.kind in ("file", "local"):

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch_ckpt._base import exit_threads
+from torch_ckpt._base.life_cycle import before_thread_pools_end
+
 T = TypeVar("T")
+
+# Calls start threads, which Python 3.12 refuses later during the exit, and fsspec resolves the names
+# of hosts in a thread pool. So saves must end first.
+before_thread_pools_end(exit_threads.join)
 
 _EMPTY = memoryview(b"")
 # Seconds between two checks of the limits.

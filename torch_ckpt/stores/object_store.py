@@ -6,7 +6,7 @@ import builtins
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torch_ckpt.stores.limits import Feed, Limits, call, pauses
@@ -127,6 +127,16 @@ class ObjectStore(ABC):
         store._apply_limits()
         return store
 
+    def beneath(self, name: str) -> Self:
+        """Returns the objects beneath a name as a store, with the same connections."""
+        check_name(name)
+        store = object.__new__(type(self))
+        store.__dict__.update(self.__dict__)
+        prefix = f"{self.root.prefix}/{name}".lstrip("/")
+        store.root = replace(self.root, url=self.root.url_of(name), prefix=prefix)
+        store._enter(name)
+        return store
+
     # --- writes -----------------------------------------------------------------------------------
 
     def put(self, name: str, parts: Iterable[memoryview], bytes: int) -> Version:
@@ -179,6 +189,28 @@ class ObjectStore(ABC):
         """
         return self._call("replace", name, lambda: self._settle(name, data, expected))
 
+    def exchange(self, name: str, data: bytes, expected: Version | None) -> Version:
+        """Creates an object if ``expected`` is None, and otherwise replaces that version.
+
+        If the store has no conditions, compares the versions before the write; another process may
+        write in between.
+
+        Raises: see :meth:`put_if_absent` and :meth:`swap`.
+        """
+        try:
+            if expected is None:
+                return self.put_if_absent(name, data)
+            return self.swap(name, data, expected)
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+        found = self.find(name)
+        if (found is None) != (expected is None) or (
+            found is not None and expected is not None and not found.version.agrees(expected)
+        ):
+            raise Changed(errno.ESTALE, "the object was replaced", self.url_of(name))
+        return self.put(name, [memoryview(data)], len(data))
+
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects. Ignores objects that do not exist."""
         all_names = [check_name(name) for name in names]
@@ -192,6 +224,13 @@ class ObjectStore(ABC):
     def head(self, name: str) -> Entry:
         """Returns the size and version of an object."""
         return self._call("stat", name, lambda: self._head(name))
+
+    def find(self, name: str) -> Entry | None:
+        """Returns the size and version of an object; None if there is none."""
+        try:
+            return self.head(name)
+        except FileNotFoundError:
+            return None
 
     def read(self, name: str, limit: int) -> tuple[bytes, Version]:
         """Reads an object of at most ``limit`` bytes.
@@ -246,6 +285,10 @@ class ObjectStore(ABC):
     @abstractmethod
     def _apply_limits(self) -> None:
         """Passes new limits on to the library."""
+
+    @abstractmethod
+    def _enter(self, name: str) -> None:
+        """Makes all names relative to ``name``."""
 
     @abstractmethod
     def _put(self, name: str, feed: Feed, bytes: int, part: int, in_flight: int) -> Version: ...

@@ -41,6 +41,7 @@ class ObstoreStore(ObjectStore):
         """
         super().__init__(root, limits, redactor)
         self._obstore = importlib.import_module("obstore")
+        self._base = root
         self._prefix = f"{root.prefix}/" if root.prefix and root.kind != "http" else ""
         self._backend = self._single_deletes = backend
         self._refuses_bulk_deletes = False
@@ -66,9 +67,12 @@ class ObstoreStore(ObjectStore):
             values = config.values | {"disable_bulk_delete": True}
             self._single_deletes = self._open(config._replace(values=values))
 
+    def _enter(self, name: str) -> None:
+        self._prefix += f"{name}/"
+
     def _open(self, config: Config) -> Any:
         stores = importlib.import_module("obstore.store")
-        limits, root = self.limits, self.root
+        limits, root = self.limits, self._base
         common: dict[str, Any] = {
             "client_options": config.client
             | {

@@ -48,7 +48,6 @@ def save_checkpoint(
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = _TIMEOUT_SECONDS,
-    staging_dir: StrPath | None = None,
     max_io_threads: int | None = None,
     options: WriteOptions | None = None,
     **removed: Never,
@@ -68,8 +67,6 @@ def save_checkpoint(
             one is complete.
         process_group: the ranks that save together; None means the default group.
         timeout: seconds after which a rank that sends no heartbeat is declared dead.
-        staging_dir: local directory where files are written before they are uploaded to a URL; see
-            :class:`torch_ckpt.steps.remote.RemoteSteps`.
         max_io_threads: number of threads that write, the ``thread_count`` of the options. None
             chooses a number that suits the machine.
         options: the options of the save; None chooses the defaults.
@@ -105,7 +102,7 @@ def save_checkpoint(
     def begin() -> tuple[str, bool]:
         # Check the step here, so that all ranks raise ValueError, not only rank 0.
         step_name(step)
-        opened.append(open_steps(directory, staging_dir=staging_dir))
+        opened.append(open_steps(directory, storage_options=options.storage_options))
         is_refused = False
         if call.rank == 0:
             # Send heartbeats: removing many leftovers may exceed the other ranks' timeout.
@@ -136,7 +133,6 @@ def load_checkpoint_if_it_exists(
     *,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = _TIMEOUT_SECONDS,
-    staging_dir: StrPath | None = None,
     max_io_threads: int | None = None,
     strict: bool = True,
     names: Names = None,
@@ -158,8 +154,6 @@ def load_checkpoint_if_it_exists(
         state: names and values, as for :func:`save_checkpoint`; plain values are replaced.
         process_group: the ranks that load together; None means the default group.
         timeout: seconds after which a rank that sends no heartbeat is declared dead.
-        staging_dir: local directory for files downloaded from a URL; see
-            :class:`torch_ckpt.steps.remote.RemoteSteps`.
         max_io_threads: number of concurrent reads, passed to the reader as ``thread_count``. None
             means 8.
         strict: require that the step has every name in the state, with the same shape and dtype. If
@@ -197,7 +191,7 @@ def load_checkpoint_if_it_exists(
     opened: list[StepStore] = []
 
     def list_steps() -> tuple[int | None, str, list[str]]:
-        opened.append(open_steps(directory, staging_dir=staging_dir))
+        opened.append(open_steps(directory, storage_options=options.storage_options))
         if call.rank != 0:
             return None, "", []
         entries = opened[0].entries()

@@ -1,23 +1,27 @@
-"""Creates directories and copies files, at local paths and at URLs that fsspec supports."""
+"""Creates directories and copies files, at local paths and at URLs."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from torch_ckpt._base.paths import local_path
 from torch_ckpt.checkpoint.publishing import published_file
+from torch_ckpt.stores import ObjectStore, open_store
 
 StrPath = str | os.PathLike[str]
+
+_PIECE_BYTES = 16 << 20
 
 
 def mkdir(path: StrPath) -> None:
     """Creates a directory and its parents. Existing directories are kept.
 
-    Several ranks can call this function at the same time. Object stores have no directories, so in
-    an object store fsspec creates at most the bucket.
+    Several ranks can call this function at the same time. Beneath a URL, it creates nothing,
+    because a directory appears with its first file. The bucket must exist.
 
     Args:
         path: a local path, or a URL such as ``s3://bucket/run`` or ``file:///data/run``.
@@ -25,28 +29,27 @@ def mkdir(path: StrPath) -> None:
     Raises:
         OSError: the directory cannot be created; ``FileExistsError`` if the path is a file.
         ImportError: the URL needs a package that is not installed; the message names the package.
-        ValueError: fsspec does not support the URL's protocol.
+        ValueError: the URL is not allowed, or its protocol is not supported.
 
     Example::
 
         training.mkdir("s3://bucket/run/profiles")
     """
-    path = os.fspath(path)
-    if not _is_url(path):
-        os.makedirs(path, exist_ok=True)
+    directory = local_path(path)
+    if directory is not None:
+        os.makedirs(directory, exist_ok=True)
         return
-    file_system, remote_path = _resolve(path)
-    file_system.makedirs(remote_path, exist_ok=True)
-    # Not all fsspec file systems check this.
-    if file_system.isfile(remote_path):
-        raise FileExistsError(errno.EEXIST, "a file with this name already exists", path)
+    store, name = _store_and_name(os.fspath(path))
+    if name and store.find(name) is not None:
+        raise FileExistsError(
+            errno.EEXIST, "a file with this name already exists", store.url_of(name)
+        )
 
 
 def check(path: StrPath) -> None:
     """Raises the same errors as :func:`mkdir` if the path is an unsupported URL."""
-    path = os.fspath(path)
-    if _is_url(path):
-        _resolve(path)
+    if local_path(path) is None:
+        open_store(os.fspath(path))
 
 
 def join(directory: StrPath, name: str) -> str:
@@ -60,18 +63,16 @@ def put(source: Path, target: StrPath) -> None:
     On local file systems, the target is never a partial file.
 
     Raises:
-        OSError: the file cannot be copied. Remote file systems may raise other exceptions.
+        OSError: the file cannot be copied.
     """
-    target = os.fspath(target)
-    if not _is_url(target):
-        _put_local(source, target)
-        return
-    file_system, path = _resolve(target)
-    if "file" in _protocols(file_system):
+    path = local_path(target)
+    if path is not None:
         _put_local(source, path)
-    else:
-        file_system.makedirs(file_system._parent(path), exist_ok=True)
-        file_system.put_file(str(source), path)
+        return
+    store, name = _store_and_name(os.fspath(target))
+    with source.open("rb") as stream:
+        pieces = (memoryview(piece) for piece in iter(partial(stream.read, _PIECE_BYTES), b""))
+        store.put(name, pieces, os.fstat(stream.fileno()).st_size)
 
 
 def _put_local(source: Path, target: str) -> None:
@@ -80,18 +81,10 @@ def _put_local(source: Path, target: str) -> None:
         shutil.copyfileobj(copied, stream)
 
 
-def _is_url(path: str) -> bool:
-    return "://" in path
-
-
-def _resolve(url: str) -> tuple[Any, str]:
-    """Returns a URL's file system, and the path on it."""
-    # Imported late, because it imports fsspec.
-    from torch_ckpt.steps.remote_files import resolve
-
-    return resolve(url)
-
-
-def _protocols(file_system: Any) -> tuple[str, ...]:
-    protocol = file_system.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+def _store_and_name(url: str) -> tuple[ObjectStore, str]:
+    """Returns the store of the directory that has a file, and the name of the file."""
+    directory, _, name = url.rstrip("/").rpartition("/")
+    if directory.endswith(("/", ":")):
+        # The URL is a bucket.
+        return open_store(url), ""
+    return open_store(directory), name

@@ -17,7 +17,8 @@ from torch_ckpt._base.formatting import duration
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.cli.steps import collect
 from torch_ckpt.steps import LocalSteps, open_steps
-from torch_ckpt.steps.remote import RemoteSteps
+from torch_ckpt.steps.lease_file import LeaseFile
+from torch_ckpt.steps.object_steps import ObjectSteps
 from torch_ckpt.steps.root_lease import RootLease
 
 real_and_dry = pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry run"])
@@ -179,7 +180,7 @@ def test_deletions_stop_if_a_run_takes_the_lease_after_the_steps_were_listed(
     root: Path, run: Run, arguments: list[str]
 ) -> None:
     save_steps(root, 1, 2, 3)
-    lease = RootLease(str(root))
+    lease = RootLease(LeaseFile(str(root)))
     command, *others = arguments
     with before("rmtree", lease.require):
         run(command, root, *others, code=2)
@@ -391,8 +392,8 @@ def test_pin_and_unpin_print_the_steps_and_pin_all_or_none(root: Path, run: Run)
 
 
 def test_a_dry_run_below_a_url_lists_unmarked_steps_as_to_be_swept(run: Run) -> None:
-    store = RemoteSteps("memory://test_dry_run")
-    store._files.write("0000000007/.metadata", b"x")
+    store = ObjectSteps("memory://test_dry_run")
+    store._store.put("0000000007/.metadata", [memoryview(b"x")], 1)
     report = run.json("gc", store.root, "--sweep", "--dry-run")
     assert (report["swept"], report["left"]) == (["0000000007"], [])
     # It is younger than an hour.

@@ -261,7 +261,7 @@ def test_a_step_without_a_marker_is_named_and_not_restored(
     train(made, [1, 2])
     made.wait_until_finished()
     if url:
-        made._store._files.remove([f"0000000002/{MARKER_NAME}"])  # type: ignore[attr-defined]
+        made._store._store.delete([f"0000000002/{MARKER_NAME}"])  # type: ignore[attr-defined]
     else:
         Path(root, "0000000002", MARKER_NAME).unlink()
     with pytest.warns(UserWarning, match=UNMARKED) as caught:

@@ -63,7 +63,6 @@ FORMER = {
     "on_commit": "saves=torch_ckpt.manager.SaveOptions(on_commit=...)",
     "preemption_signals": "preemption=torch_ckpt.manager.Preemption(signals=...)",
     "preemption_deadline": "preemption=torch_ckpt.manager.Preemption(deadline=...)",
-    "staging_dir": "root=torch_ckpt.steps.open_steps(root, staging_dir=...)",
     "tensorboard": "on_event=torch_ckpt.events.TensorBoard(writer=...)",
     "overwrite": "write=torch_ckpt.WriteOptions(overwrite=...)",
     "allow_pickle": "read=torch_ckpt.ReadOptions(allow_pickle=...)",

@@ -1,73 +1,23 @@
-"""Contract tests of other projects: fsspec's abstract tests, and torch's checks of states.
-
-torch_ckpt implements no fsspec file system, but its tests of remote steps do. These stand for all
-others, so they must keep fsspec's contract.
-"""
+"""Contract tests of other projects: torch's checks of states."""
 
 from __future__ import annotations
 
 import copy
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fsspec.tests import abstract
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
-import tests.remote_stores  # noqa: F401
 import torch_ckpt
 from tests.support import assert_equal
 
 pytestmark = pytest.mark.full
-
-# --- fsspec --------------------------------------------------------------------------------------
-
-
-class _InMemory(abstract.AbstractFixtures):  # type: ignore[misc]
-    protocol: str
-
-    @pytest.fixture(scope="class")
-    def fs(self) -> Iterator[Any]:
-        files = fsspec.filesystem(self.protocol)
-        before = dict(files.store), list(files.pseudo_dirs)
-        files.store.clear()
-        files.pseudo_dirs[:] = [""]
-        yield files
-        files.store.clear()
-        files.store.update(before[0])
-        files.pseudo_dirs[:] = before[1]
-
-    @pytest.fixture
-    def fs_join(self) -> Callable[..., str]:
-        return lambda *parts: "/".join(parts)
-
-    @pytest.fixture
-    def fs_path(self) -> str:
-        return ""
-
-
-class TestHooked(
-    _InMemory,
-    abstract.AbstractCopyTests,  # type: ignore[misc]
-    abstract.AbstractGetTests,  # type: ignore[misc]
-    abstract.AbstractOpenTests,  # type: ignore[misc]
-    abstract.AbstractPipeTests,  # type: ignore[misc]
-    abstract.AbstractPutTests,  # type: ignore[misc]
-):
-    protocol = "hooked"
-
-
-class TestWalked(TestHooked):
-    protocol = "walked"
-
-
-# --- torch ---------------------------------------------------------------------------------------
 
 
 def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -28,6 +28,7 @@ from tests.managers import BROKEN, manager_of, state_of
 from tests.support import cause_of
 from torch_ckpt import CheckpointManager, RootInUse, _core
 from torch_ckpt.steps import LocalSteps, lease_file
+from torch_ckpt.steps.lease_file import LeaseFile
 from torch_ckpt.steps.root_lease import LEASE_NAME, ObservedLease, RootLease, Times
 
 
@@ -58,14 +59,14 @@ def child_of(work: Callable[[], Any]) -> Iterator[Child]:
 @contextmanager
 def run_in_a_child(root: Path, *, takeover: bool = False) -> Iterator[Child]:
     """Starts another run, which holds the lease."""
-    with child_of(RootLease(os.fspath(root), takeover=takeover).require) as child:
+    with child_of(RootLease(LeaseFile(os.fspath(root)), takeover=takeover).require) as child:
         assert child.answer() == "done"
         yield child
 
 
 @contextmanager
 def leased(root: Path, **options: Any) -> Iterator[RootLease]:
-    made = RootLease(os.fspath(root), **options)
+    made = RootLease(LeaseFile(os.fspath(root)), **options)
     try:
         made.require()
         yield made
@@ -171,7 +172,7 @@ def test_a_lease_is_released_if_its_thread_cannot_start(
         error = RuntimeError("can't start new thread")
         patch.setattr(threading.Thread, "start", Mock(side_effect=error))
         with pytest.raises(OSError, match="the system refused to start a thread"):
-            RootLease(os.fspath(root)).require()
+            RootLease(LeaseFile(os.fspath(root))).require()
     assert state_of_lease(root) == "released"
     with leased(root):
         assert os.listdir(root) == [LEASE_NAME]
@@ -187,7 +188,7 @@ def test_a_lock_inherited_by_children_of_a_dead_run_does_not_block(root: Path) -
 def test_only_one_process_takes_over_a_dead_lease(root: Path) -> None:
     dead(root)
     with ExitStack() as stack:
-        work = RootLease(os.fspath(root)).require
+        work = RootLease(LeaseFile(os.fspath(root))).require
         children = [stack.enter_context(child_of(work)) for _ in range(4)]
         results = [child.answer() for child in children]
     assert sorted(one.partition(":")[0] for one in results) == ["RootInUse"] * 3 + ["done"]
@@ -214,7 +215,7 @@ def test_a_run_without_saves_leaves_no_root(root: Path) -> None:
 
 def tried_elsewhere(root: Path) -> str:
     """Returns the outcome of another process that requests the lease."""
-    with child_of(RootLease(os.fspath(root)).require) as child:
+    with child_of(RootLease(LeaseFile(os.fspath(root))).require) as child:
         return str(child.answer())
 
 
@@ -224,13 +225,13 @@ def test_a_read_only_manager_takes_no_lease(root: Path) -> None:
 
 
 def test_a_forked_child_neither_holds_nor_releases_the_lease_of_its_parent(root: Path) -> None:
-    made = RootLease(os.fspath(root))
+    made = RootLease(LeaseFile(os.fspath(root)))
     made.require()
 
     def in_child() -> str:
         made.release()
         try:
-            RootLease(os.fspath(root)).require()
+            RootLease(LeaseFile(os.fspath(root))).require()
         except RootInUse:
             return "refused"
         return "taken"
@@ -347,7 +348,7 @@ def test_a_run_that_is_suspended_during_a_rename_cannot_be_taken_over(
     with killed_at_the_end(Answering(work)) as child:
         eventually(lambda: process_state(child.pid) == "T")
         with pytest.raises(RootInUse, match="another process has held the lock on this root"):
-            RootLease(os.fspath(root), takeover=True).require()
+            RootLease(LeaseFile(os.fspath(root)), takeover=True).require()
         os.kill(child.pid, signal.SIGCONT)
         assert child.answer() == [1]
 
@@ -383,7 +384,7 @@ def test_epochs_increase_with_each_run_even_if_the_lease_is_removed(root: Path) 
 
 
 def test_a_released_lease_is_not_taken_again(root: Path) -> None:
-    lease = RootLease(os.fspath(root))
+    lease = RootLease(LeaseFile(os.fspath(root)))
     (root / "0000000001").mkdir(parents=True)
     lease.require()
     held = lease.expected()
@@ -421,7 +422,7 @@ def test_a_deletion_that_was_queued_before_the_manager_was_deleted_changes_nothi
 
 
 def test_threads_that_take_the_lease_at_once_share_it(root: Path) -> None:
-    lease = RootLease(os.fspath(root))
+    lease = RootLease(LeaseFile(os.fspath(root)))
     with held("fsync", f"{root}/{LEASE_NAME}.*") as gate:
         threads = [threading.Thread(target=lease.require) for _ in range(3)]
         for thread in threads:
@@ -436,7 +437,7 @@ def test_threads_that_take_the_lease_at_once_share_it(root: Path) -> None:
 
 def test_a_lease_that_is_taken_while_it_is_released_is_released_again(root: Path) -> None:
     (root / "0000000001").mkdir(parents=True)
-    lease, errors = RootLease(os.fspath(root)), []
+    lease, errors = RootLease(LeaseFile(os.fspath(root))), []
 
     def require() -> None:
         try:
@@ -505,7 +506,7 @@ def test_a_live_run_of_version_0_1_is_not_disturbed_and_named(root: Path) -> Non
         start = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
         record(root, **of_this_machine(), pid=child.pid, start=start, began_at=1e9)
         with pytest.raises(RootInUse, match=rf"process {child.pid} on .*, since Sun Sep  9"):
-            RootLease(os.fspath(root)).require()
+            RootLease(LeaseFile(os.fspath(root))).require()
         with leased(root, takeover=True):
             assert document_of(root)["epoch"] == 1
 
@@ -544,12 +545,12 @@ def test_a_record_without_a_process_of_this_machine_is_replaced_at_once(
 
 def test_a_fork_does_not_wait_for_a_thread_that_takes_a_lease(root: Path) -> None:
     with held("fsync", f"{root}/{LEASE_NAME}.*") as gate:
-        lease = RootLease(os.fspath(root))
+        lease = RootLease(LeaseFile(os.fspath(root)))
         thread = threading.Thread(target=lease.require)
         thread.start()
         gate.wait()
         # The child takes a lease of its own, although a lock of its parent was held.
-        with child_of(RootLease(os.fspath(root.with_name("other"))).require) as child:
+        with child_of(RootLease(LeaseFile(os.fspath(root.with_name("other")))).require) as child:
             assert child.answer() == "done"
         gate.open()
         thread.join()
@@ -566,7 +567,7 @@ def test_a_call_that_fails_leaves_the_lease_of_the_other_run_and_no_temporary_fi
     released = (root / LEASE_NAME).read_bytes()
     for operation in ("open", "pwrite", "fsync", "rename", "flock"):
         with failing(operation, errno.EIO), pytest.raises(OSError, match=os.strerror(errno.EIO)):
-            RootLease(os.fspath(root)).require()
+            RootLease(LeaseFile(os.fspath(root))).require()
         assert (root / LEASE_NAME).read_bytes() == released
     assert sorted(os.listdir(root)) == [LEASE_NAME, "0000000001"]
 
@@ -589,14 +590,14 @@ def test_a_lease_of_another_host_that_is_renewed_between_two_tries_is_alive(root
     with before("wait for a lease", partial(os.utime, path, (1e9, 1e9))):
         os.utime(path, (2e9, 2e9))
         with pytest.raises(RootInUse, match="process 123 on host elsewhere"):
-            RootLease(os.fspath(root), times=Times(poll=0.001)).require()
+            RootLease(LeaseFile(os.fspath(root)), times=Times(poll=0.001)).require()
 
 
 def test_a_locked_lease_of_another_host_is_alive(root: Path) -> None:
     with open(record(root)) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(RootInUse, match="process 123 on host elsewhere"):
-            RootLease(os.fspath(root), times=Times(expiry=-1.0)).require()
+            RootLease(LeaseFile(os.fspath(root)), times=Times(expiry=-1.0)).require()
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -607,7 +608,7 @@ def test_a_command_stops_deleting_steps_if_another_run_takes_the_lease(root: Pat
         for step in (1, 2, 3):
             made.save(step, state_of(step))
     store = LocalSteps(root)
-    store.lease = ObservedLease(os.fspath(root))
+    store.lease = ObservedLease(LeaseFile(os.fspath(root)))
     assert store.delete(1)
     with leased(root):
         text = rf"the lease on this root has changed .* process {os.getpid()} on host"
@@ -624,7 +625,7 @@ def test_a_command_deletes_steps_of_a_running_run(root: Path) -> None:
             made.save(step, state_of(step))
         made.wait_until_finished()
         store = LocalSteps(root)
-        store.lease = ObservedLease(os.fspath(root))
+        store.lease = ObservedLease(LeaseFile(os.fspath(root)))
         assert store.delete(1)
         assert made.all_steps() == [2]
 

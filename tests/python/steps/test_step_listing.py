@@ -291,8 +291,3 @@ def test_a_root_may_be_a_url_or_relative(tmp_path: Path, monkeypatch: pytest.Mon
     for store in opened:
         assert isinstance(store, LocalSteps)
         assert store.root == str(tmp_path / "run")
-
-
-def test_a_staging_directory_for_a_local_root_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="staging_dir is for remote roots"):
-        open_steps(tmp_path, staging_dir=tmp_path)

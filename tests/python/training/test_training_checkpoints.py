@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 
 import torch_ckpt
-from tests.remote_stores import hooked_url
 from tests.support import assert_equal, cause_of, data_files, random_tensor
 from torch_ckpt import CheckpointError, CheckpointManager, LoadMismatch
 from torch_ckpt.checkpoint.source import Source
@@ -25,7 +25,11 @@ pytestmark = pytest.mark.filterwarnings("error:skipped", "error:.*no place for")
 
 @pytest.fixture(params=["local", "remote"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "run") if request.param == "local" else hooked_url()
+    return str(tmp_path / "run") if request.param == "local" else memory_url()
+
+
+def memory_url() -> str:
+    return f"memory://{uuid.uuid4().hex}/run"
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def test_steps_of_the_functions_belong_to_a_run_that_has_saved_no_step(
 def test_a_root_of_a_manager_that_is_copied_to_a_url_is_continued_there(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, preemption=None) as manager:
         manager.save(10, state_of(10))
-    url = hooked_url()
+    url = memory_url()
     file_system, path = url_to_fs(url)
     file_system.put(str(tmp_path / "0000000010"), f"{path}/0000000010", recursive=True)
     with CheckpointManager(url, preemption=None) as manager:
@@ -106,7 +110,7 @@ def test_a_root_of_a_manager_that_is_copied_to_a_url_is_continued_there(tmp_path
         manager.save(20, state_of(20))
         manager.save(30, state_of(30))
     save_checkpoint(url, 40, state_of(40))
-    assert [info.epoch for info in open_steps(url).entries()] == [1, 1, 1, 1]
+    assert [info.epoch for info in open_steps(url).entries()] == [1, 2, 2, 2]
     with CheckpointManager(url, read_only=True) as manager, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert manager.restore(blank()) == 40

@@ -46,10 +46,10 @@ def test_an_import_imports_no_module_that_it_does_not_need(code: str, printed: l
     assert found.stdout.split() == printed
 
 
-def test_mkdir_creates_a_directory_and_its_parents(directory: str) -> None:
-    mkdir(f"{directory}/a/b")
-    file_system, place = fsspec.core.url_to_fs(f"{directory}/a/b")
-    assert file_system.isdir(place)
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_mkdir_creates_a_local_directory_and_its_parents(tmp_path: Path, scheme: str) -> None:
+    mkdir(f"{scheme}{tmp_path}/a/b")
+    assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_mkdir_keeps_a_directory_and_refuses_the_name_of_a_file(directory: str) -> None:
@@ -62,17 +62,14 @@ def test_mkdir_keeps_a_directory_and_refuses_the_name_of_a_file(directory: str) 
 
 
 def test_mkdir_names_a_url_with_an_unknown_protocol() -> None:
-    with pytest.raises(ValueError, match=r"nowhere://run: Protocol not known: nowhere"):
+    with pytest.raises(ValueError, match="nowhere://run"):
         mkdir("nowhere://run")
 
 
 def test_mkdir_names_the_package_that_a_url_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    # Entries of tests that have used it. `fsspec.registry` is a view of this module's dict.
-    registry = sys.modules["fsspec.registry"]
-    monkeypatch.delitem(registry._registry, "s3", raising=False)
-    with pytest.raises(ImportError, match=r"s3://bucket/run: Install s3fs"):
-        mkdir("s3://bucket/run")
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    with pytest.raises(ImportError, match=r"sftp://host: .*paramiko"):
+        mkdir("sftp://host/run")
 
 
 @pytest.mark.parametrize("before", ["run", "run/", "memory://run", "memory://run/"])

@@ -1,9 +1,9 @@
-"""Steps at URLs, saved and loaded by two ranks on an S3 server, and a rank that falls silent in a
-save."""
+"""Steps beneath URLs, saved and loaded by two ranks on an S3 server, and a rank that falls silent
+in a save."""
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,19 +37,23 @@ from tests.distributed.silent_ranks import (
     outcome_of,
     outcomes_of,
 )
+from tests.object_server import BUCKET, ObjectServer
 from tests.ranks import ranks
-from tests.remote_stores import BUCKET, s3_server
 from tests.support import assert_equal, save_step, start_step
-from torch_ckpt import ReadOptions, WriteOptions
+from torch_ckpt import CheckpointManager, ReadOptions, WriteOptions
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.multihost import RanksDisagree
-from torch_ckpt.steps.remote import RemoteSteps
-from torch_ckpt.steps.remote_files import RemoteFiles
-from torch_ckpt.steps.remote_reader import RemoteSource
+from torch_ckpt.steps.object_steps import ObjectSteps
+from torch_ckpt.stores import ObjectStore
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
 pytestmark = pytest.mark.full
 
-ATTEMPT = "0123abcd"
+_VARIABLES = {
+    "key": "AWS_ACCESS_KEY_ID",
+    "secret": "AWS_SECRET_ACCESS_KEY",
+    "endpoint_url": "AWS_ENDPOINT_URL",
+}
 
 
 def url_of(launch: Launch) -> str:
@@ -58,40 +61,32 @@ def url_of(launch: Launch) -> str:
     return f"s3://{BUCKET}/{launch.size}-ranks/{launch.case}"
 
 
-def steps_of(launch: Launch) -> RemoteSteps:
-    staging = launch.path(f"staging-{launch.rank}")
-    staging.mkdir(parents=True)
-    return RemoteSteps(url_of(launch), staging)
+def steps_of(launch: Launch) -> ObjectSteps:
+    return ObjectSteps(url_of(launch))
 
 
-def save(steps: RemoteSteps, step: int, state: dict[str, Any], **options: Any) -> None:
+def save(steps: ObjectSteps, step: int, state: dict[str, Any], **options: Any) -> None:
     save_step(steps, step, state, no_dist=False, timeout=PATIENCE_SECONDS, **options)
 
 
 def objects_of(launch: Launch) -> list[str]:
     """Lists the objects of this case on the server."""
-    file_system = fsspec.filesystem("s3")
-    file_system.invalidate_cache()
-    return [name.partition(launch.case)[2] for name in file_system.find(url_of(launch))]
-
-
-def staged_by(launch: Launch) -> list[Path]:
-    return list(launch.path(f"staging-{launch.rank}").iterdir())
+    return sorted(entry.name for entry in steps_of(launch)._store.list())
 
 
 def patched(method: str, made: Callable[[Any], Any]) -> Any:
     """Replaces a request during a block by what ``made`` returns for it."""
-    return mock.patch.object(RemoteFiles, method, made(getattr(RemoteFiles, method)))
+    return mock.patch.object(ObjectStore, method, made(getattr(ObjectStore, method)))
 
 
 def failing(method: str) -> Any:
     """Fails requests for data files on rank 1 during a block."""
 
     def made(before: Any) -> Any:
-        def fail(self: RemoteFiles, *args: Any) -> Any:
-            if dist.get_rank() == 1 and any(str(arg).endswith(".distcp") for arg in args):
-                raise PermissionError(13, "denied", self.url)
-            return before(self, *args)
+        def fail(self: ObjectStore, name: str, *args: Any) -> Any:
+            if dist.get_rank() == 1 and name.endswith(".distcp"):
+                raise PermissionError(13, "denied", self.url_of(name))
+            return before(self, name, *args)
 
         return fail
 
@@ -104,15 +99,15 @@ def counted() -> Iterator[list[int]]:
     fetched: list[int] = []
 
     def made(before: Any) -> Any:
-        def read(self: RemoteFiles, name: str, *place: Any) -> bytes:
-            data: bytes = before(self, name, *place)
+        def read(self: ObjectStore, name: str, *place: Any) -> memoryview:
+            data: memoryview = before(self, name, *place)
             if name.endswith(".distcp"):
                 fetched.append(len(data))
             return data
 
         return read
 
-    with patched("read", made):
+    with patched("read_range", made):
         yield fetched
 
 
@@ -127,7 +122,6 @@ def case_sharded_tensors_make_the_round_trip(launch: Launch) -> None:
         loaded = zeroed(dtensors(mesh))
         steps.load(step, loaded)
         assert_full_tensors(loaded)
-    assert staged_by(launch) == []
 
 
 def case_shards_of_rows_are_loaded_as_columns_and_as_full_tensors(launch: Launch) -> None:
@@ -171,23 +165,21 @@ def case_with_read_once_the_ranks_fetch_each_byte_once(launch: Launch) -> None:
 
 def case_an_upload_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
-    with failing("upload"):
+    with failing("put"):
         causes = failure_of(launch, lambda: save(steps, 1, dtensors(mesh)))
     assert list(causes) == [1]
     assert isinstance(causes[1], PermissionError)
-    assert causes[1].filename == f"{url_of(launch)}/0000000001"
+    assert causes[1].filename.startswith(f"{url_of(launch)}/0000000001/__1_")
     dist.barrier()
     assert objects_of(launch) == []
-    assert staged_by(launch) == []
 
 
 def case_a_request_that_fails_on_one_rank_fails_the_load_on_all(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
     save(steps, 1, dtensors(mesh))
-    with failing("read"):
+    with failing("read_range"):
         causes = failure_of(launch, lambda: steps.load(1, zeroed(dtensors(mesh))))
     assert list(causes) == [1]
-    assert staged_by(launch) == []
 
 
 def case_a_step_replaced_between_the_reads_of_two_ranks_is_loaded_by_no_rank(
@@ -198,10 +190,10 @@ def case_a_step_replaced_between_the_reads_of_two_ranks_is_loaded_by_no_rank(
     target = {"t": torch.zeros(3)}
 
     def replace() -> None:
-        steps = RemoteSteps(url_of(launch))
+        steps = ObjectSteps(url_of(launch))
         save_step(steps, 1, {"t": torch.full((3,), 2.0)}, may_replace=True)
 
-    with changed_after_rank_0_looked(launch, RemoteSource, "looked", replace):
+    with changed_after_rank_0_looked(launch, Source, "looked", replace):
         causes = failure_of(launch, steps.load, 1, target)
     assert "the checkpoint was replaced or a newer step was saved" in str(causes[0])
     assert url_of(launch) in str(causes[0])
@@ -209,7 +201,7 @@ def case_a_step_replaced_between_the_reads_of_two_ranks_is_loaded_by_no_rank(
 
 
 def case_ranks_that_save_at_different_roots_raise(launch: Launch) -> None:
-    steps = RemoteSteps(f"{url_of(launch)}/{launch.rank}")
+    steps = ObjectSteps(f"{url_of(launch)}/{launch.rank}")
     causes = failure_of(launch, lambda: save(steps, 1, {"t": torch.ones(3)}))
     assert "ranks save different checkpoints" in str(causes[0])
     assert objects_of(launch) == []
@@ -231,6 +223,25 @@ def case_a_complete_step_is_replaced_by_all_ranks_only_on_request(launch: Launch
     assert data == named
 
 
+def case_a_manager_of_all_ranks_keeps_and_restores_steps_and_holds_the_lease(
+    launch: Launch,
+) -> None:
+    mesh = mesh_1d(launch)
+    with CheckpointManager(url_of(launch), keep=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"model": dtensors(mesh)})
+        manager.wait_until_finished()
+        state = {"model": zeroed(dtensors(mesh))}
+        assert manager.restore(state) == 3
+        assert_full_tensors(state["model"])
+        found = steps_of(launch).lease_store().read()
+        assert found is not None
+        assert (found.record.epoch, found.record.is_held) == (1, True)
+        dist.barrier()
+    dist.barrier()
+    assert [info.step for info in steps_of(launch).entries()] == [2, 3]
+
+
 # --- torch_ckpt.training -------------------------------------------------------------------------
 
 
@@ -243,7 +254,7 @@ def case_the_newest_complete_checkpoint_is_loaded_if_there_is_one(launch: Launch
     newest = distribute_tensor(tensor_of("t", 5), mesh, [Shard(0)])
     save_checkpoint(url_of(launch), 10, {"t": newest})
     if launch.rank == 0:
-        RemoteFiles(url_of(launch)).write("0000000011/.metadata", b"")
+        steps_of(launch)._store.put("0000000011/.metadata", (), 0)
     dist.barrier()
     state = {"t": torch.zeros_like(newest)}
     assert load_checkpoint_if_it_exists(url_of(launch), state) == 10
@@ -254,9 +265,9 @@ def case_a_root_that_one_rank_cannot_open_fails_the_call_on_all(launch: Launch) 
     root = url_of(launch) if launch.rank == 0 else "nowhere://run"
     expected = RuntimeError if launch.rank == 0 else ValueError
     options = {"timeout": PATIENCE_SECONDS}
-    with pytest.raises(expected, match="Protocol not known"):
+    with pytest.raises(expected, match="nowhere://run"):
         save_checkpoint(root, 1, {"t": torch.ones(3)}, **options)
-    with pytest.raises(expected, match="Protocol not known"):
+    with pytest.raises(expected, match="nowhere://run"):
         load_checkpoint_if_it_exists(root, {"t": torch.ones(3)}, **options)
 
 
@@ -268,10 +279,10 @@ def case_ranks_that_save_different_steps_raise(launch: Launch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def object_store() -> Iterator[None]:
-    with s3_server() as settings, pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            # fsspec reads them when a rank imports it.
-            patch.setitem(os.environ, f"FSSPEC_S3_{name.upper()}", value)
+    pytest.importorskip("obstore")
+    with ObjectServer().running() as server, pytest.MonkeyPatch.context() as patch:
+        for name, variable in _VARIABLES.items():
+            patch.setenv(variable, server.options[name])
         yield
 
 
@@ -287,25 +298,27 @@ def upload(connection: Connection, workdir: Path, silence: Silence) -> None:
     Sends the outcome and the files of the step.
     """
     join_group()
-    steps = RemoteSteps(f"file://{workdir}/run", workdir)
+    steps = ObjectSteps(f"file://{workdir}/run")
     state = {f"{n} of rank {dist.get_rank()}": torch.arange(1000) for n in range(2)}
     # Connects to the store, which may take longer than the timeout of a silent rank.
     two_files = WriteOptions(thread_count=2)
     save(steps, 1, state, write=two_files)
 
+    first = threading.Lock()
+
     def made(before: Any) -> Any:
-        def interrupted(self: RemoteFiles, *args: Any) -> None:
+        def interrupted(self: ObjectStore, *args: Any) -> None:
             before(self, *args)
-            RemoteFiles.upload = before
-            falls_silent(connection, silence)()
+            if first.acquire(blocking=False):
+                falls_silent(connection, silence)()
 
         return interrupted if is_victim(silence) else before
 
-    with patched("upload", made):
+    with patched("put", made):
         outcome = outcome_of(
             lambda: save_step(steps, 2, state, two_files, no_dist=False, timeout=TIMEOUT)
         )
-    names = [name for name in steps._files.list() if name.startswith(f"{2:010d}/")]
+    names = [entry.name for entry in steps._store.list(f"{2:010d}")]
     connection.send((*(outcome or ()), names))
     connection.recv()  # The test ends the ranks.
 

@@ -1,0 +1,282 @@
+"""The steps of a run beneath a URL.
+
+1. A step has its final name from the start: ``0000000100/`` with the objects of a checkpoint. The
+   step is complete if it has the marker ``write_completed`` and no object ``deleted``.
+2. A save stores data objects under names that no other save uses, then ``.metadata`` on a
+   condition, and the marker last (object_step_target.py).
+3. A deletion stores an object ``deleted``, then deletes the marker, the other objects, and
+   ``deleted`` last.
+4. A sweep completes deletions. It also deletes steps without a marker that this process is not
+   saving and whose newest object is older than an hour, by the clocks of the server and of this
+   machine. If another process is still saving such a step, that save fails, because it lists its
+   objects before it stores ``.metadata``.
+5. The lease of the root is the object ``.lease`` (lease_object.py). The changes of 2 to 4 read the
+   lease first. A run that loses the lease after that can still finish one change. The conditions of
+   2 keep it from mixing its values with those of another run, and the epochs in the markers show
+   which run is the newer (lineage.py).
+6. A load takes no lock. If an object is deleted or replaced during the load, the load fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch_ckpt._base.log import LOGGER, warn
+from torch_ckpt.checkpoint.index import METADATA_NAME
+from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker
+from torch_ckpt.checkpoint.source import Source
+from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
+from torch_ckpt.options import ReadOptions, WriteOptions
+from torch_ckpt.saving.target import Target
+from torch_ckpt.steps.lease_object import LeaseObject
+from torch_ckpt.steps.object_step_target import (
+    DELETED_NAME,
+    ObjectStepTarget,
+    is_saving,
+    objects_of,
+    remove_step,
+)
+from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of, refuse_checkpoint
+from torch_ckpt.stores import Entry, ObjectStore, Version, open_store
+from torch_ckpt.stores.probe import probe
+
+#: Age of the newest object, in seconds, after which a step without a marker counts as a leftover.
+LEFTOVER_SECONDS = 3600.0
+
+# Maximum number of markers that are read at once.
+_READS_AT_ONCE = 16
+
+
+class ObjectSteps(StepStore):
+    """The steps beneath a URL; see the module's docstring.
+
+    Args:
+        root: the URL.
+        storage_options: see :class:`torch_ckpt.WriteOptions`.
+
+    Raises:
+        ImportError: the protocol of the URL needs a package that is not installed.
+        ValueError: the URL or an option is not allowed.
+    """
+
+    sweeps_what_lacks_markers = True
+
+    def __init__(self, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._store = open_store(root, storage_options)
+        super().__init__(self._store.root.url, storage_options)
+        # The markers that were read last, by step name.
+        self._markers: dict[str, tuple[Version, dict[str, Any]]] = {}
+
+    def lease_store(self) -> LeaseObject:
+        return LeaseObject(self._store, self._newest_epoch_of_markers)
+
+    def path_of(self, step: int) -> str:
+        return self._store.url_of(step_name(step))
+
+    def require_root(self, *, read_only: bool) -> None:
+        if self._store.find(METADATA_NAME) is not None:
+            refuse_checkpoint(self.root)
+        found = probe(self._store, read_only)
+        if missing := found.missing():
+            raise PermissionError(
+                errno.EACCES,
+                f"the credentials do not permit: {', '.join(missing)} "
+                f"({found.failures[missing[0]].strerror}). Use credentials that permit these "
+                "requests",
+                self.root,
+            )
+        for error in found.failures.values():
+            raise error
+        if (text := found.warning()) is not None:
+            warn(f"{self.root}: {text}")
+
+    def newest_epoch(self) -> int:
+        found = self.lease_store().read()
+        of_lease = 0 if found is None else found.record.epoch
+        return max(of_lease, self._newest_epoch_of_markers())
+
+    def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
+        steps = self._objects_of_steps()
+        markers = self._read_markers(
+            {name: found[MARKER_NAME] for name, found in steps.items() if _is_complete(found)}
+        )
+        infos = []
+        for name, objects in sorted(steps.items()):
+            url, total = self._store.url_of(name), _bytes_of(objects)
+            if name in markers:
+                pinned = PINNED_NAME in objects
+                infos.append(info_of(int(name), url, markers[name], pinned, lambda n=total: n))  # type: ignore[misc]
+            elif leftovers and not _is_complete(objects):
+                state = "deleted" if DELETED_NAME in objects else "unfinished"
+                infos.append(StepInfo(int(name), url, state, bytes=total))
+        return infos
+
+    def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
+        swept = []
+        for name, seen in sorted(self._objects_of_steps().items()):
+            if not self._is_leftover(name, seen, deleted_only):
+                continue
+            self._require_lease()
+            # List again: a save may have completed the step since.
+            objects = self._objects_of(name)
+            if not self._is_leftover(name, objects, deleted_only):
+                continue
+            try:
+                self._remove(name, objects)
+            except OSError as error:
+                # Continue with the other leftovers.
+                LOGGER.warning(
+                    "a leftover could not be removed: %s. The next sweep will try again", error
+                )
+            else:
+                swept.append(name)
+        return swept
+
+    def target(
+        self,
+        step: int,
+        options: WriteOptions,
+        *,
+        attempt: str,
+        may_replace: bool = False,
+        marker: Callable[[], dict[str, Any]] = dict,
+        make_room: Callable[[], None] = lambda: None,
+    ) -> Target:
+        """See :meth:`StepStore.target`. Ignores ``attempt``, because names of objects are unique
+        without it, and ``make_room``, because stores do not report their free space."""
+        return ObjectStepTarget(
+            self._store.beneath(step_name(step)),
+            step,
+            options,
+            may_replace=may_replace,
+            marker=marker,
+        )
+
+    def delete(self, step: int) -> bool:
+        name = step_name(step)
+        if self._is_saving(name):
+            return False
+        objects = self._objects_of(name)
+        if objects:
+            self._require_lease()
+            self._store.put(f"{name}/{DELETED_NAME}", (), 0)
+            self._remove(name, objects)
+        return True
+
+    def contents(self, name: str) -> tuple[int, int]:
+        objects = self._objects_of(name)
+        return len(objects), _bytes_of(objects)
+
+    def is_complete(self, step: int) -> bool:
+        return self._has(step, MARKER_NAME) and not self._has(step, DELETED_NAME)
+
+    def is_pinned(self, step: int) -> bool:
+        return self._has(step, PINNED_NAME)
+
+    def _set_pinned(self, step: int, pinned: bool) -> None:
+        name = f"{step_name(step)}/{PINNED_NAME}"
+        if pinned:
+            self._store.put(name, (), 0)
+        else:
+            self._store.delete([name])
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _source_of(self, step: int, options: ReadOptions) -> Source:
+        return _StepSource(self._store.beneath(step_name(step)), self._with_storage(options))
+
+    def _require_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.require()
+
+    def _has(self, step: int, name: str) -> bool:
+        return self._store.find(f"{step_name(step)}/{name}") is not None
+
+    def _objects_of(self, name: str) -> dict[str, Entry]:
+        """Lists the objects of one step, by their names in the step."""
+        return objects_of(self._store.beneath(name))
+
+    def _objects_of_steps(self) -> dict[str, dict[str, Entry]]:
+        """Lists the objects of all steps, by the name of the step and their names in it."""
+        steps: dict[str, dict[str, Entry]] = defaultdict(dict)
+        for entry in self._store.list():
+            step, _slash, name = entry.name.partition("/")
+            if name and STEP_NAME.match(step):
+                steps[step][name] = entry
+        return steps
+
+    def _read_markers(self, found: dict[str, Entry]) -> dict[str, dict[str, Any]]:
+        """Reads markers that have changed since they were read last."""
+
+        def read(name: str) -> tuple[Version, dict[str, Any]] | None:
+            entry = found[name]
+            known = self._markers.get(name)
+            if known is not None and known[0] == entry.version:
+                return known
+            if entry.bytes > MOST_MARKER_BYTES:
+                # torch_ckpt has not written it. A step with any marker is complete.
+                return entry.version, {}
+            try:
+                data, _version = self._store.read(f"{name}/{MARKER_NAME}", MOST_MARKER_BYTES)
+            except FileNotFoundError:
+                # Another process has deleted the step.
+                return None
+            return entry.version, parsed_marker(data)
+
+        with ThreadPoolExecutor(_READS_AT_ONCE, "torch_ckpt markers") as threads:
+            results = dict(zip(found, threads.map(read, found), strict=True))
+        self._markers = {name: result for name, result in results.items() if result is not None}
+        return {name: marker for name, (_version, marker) in self._markers.items()}
+
+    def _newest_epoch_of_markers(self) -> int:
+        return max((info.epoch or 0 for info in self.entries(leftovers=False)), default=0)
+
+    def _is_leftover(self, name: str, objects: dict[str, Entry], deleted_only: bool) -> bool:
+        if not objects or self._is_saving(name):
+            return False
+        if DELETED_NAME in objects:
+            return True
+        if deleted_only or _is_complete(objects):
+            return False
+        return _age(objects.values()) > LEFTOVER_SECONDS
+
+    def _is_saving(self, name: str) -> bool:
+        return is_saving(self._store.url_of(name))
+
+    def _remove(self, name: str, objects: dict[str, Entry]) -> None:
+        remove_step(self._store.beneath(name), objects)
+
+
+class _StepSource(Source):
+    """A step that is read. An incomplete step is refused, although it may have metadata."""
+
+    def __init__(self, store: ObjectStore, options: ReadOptions) -> None:
+        super().__init__(store.root.url, options)
+        self._store = store
+
+    def open(self, names: Sequence[str] = (METADATA_NAME,)) -> None:
+        if self._store.find(MARKER_NAME) is None:
+            raise FileNotFoundError(
+                errno.ENOENT, f"not a complete step: {MARKER_NAME} is missing", self.location
+            )
+        super().open(names)
+
+
+def _is_complete(objects: dict[str, Entry]) -> bool:
+    return MARKER_NAME in objects and DELETED_NAME not in objects
+
+
+def _bytes_of(objects: dict[str, Entry]) -> int:
+    return sum(entry.bytes for name, entry in objects.items() if name != MARKER_NAME)
+
+
+def _age(objects: Iterable[Entry]) -> float:
+    """Returns the seconds since the last write; 0 if the store does not report all times."""
+    times = [entry.modified for entry in objects]
+    known = [written for written in times if written is not None]
+    return time.time() - max(known) if known and len(known) == len(times) else 0.0
