@@ -15,7 +15,7 @@ from torch_ckpt._base.life_cycle import before_thread_pools_end
 
 T = TypeVar("T")
 
-# Calls start threads, which Python 3.12 refuses later during the exit, and fsspec resolves the names
+# Calls start threads, which Python 3.12 refuses later during the exit, and fsspec resolves names
 # of hosts in a thread pool. So saves must end first.
 before_thread_pools_end(exit_threads.join)
 
