@@ -43,7 +43,7 @@ from torch_ckpt.steps.object_step_target import (
 )
 from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of, refuse_checkpoint
 from torch_ckpt.stores import Entry, ObjectStore, Version, open_store
-from torch_ckpt.stores.probe import probe
+from torch_ckpt.stores.probe import PROBE_PREFIX, probe
 
 #: Age of the newest object, in seconds, after which a step without a marker counts as a leftover.
 LEFTOVER_SECONDS = 3600.0
@@ -101,7 +101,7 @@ class ObjectSteps(StepStore):
         return max(of_lease, self._newest_epoch_of_markers())
 
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
-        steps = self._objects_of_steps()
+        steps = _by_step(self._store.list())
         markers = self._read_markers(
             {name: found[MARKER_NAME] for name, found in steps.items() if _is_complete(found)}
         )
@@ -118,7 +118,10 @@ class ObjectSteps(StepStore):
 
     def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
         swept = []
-        for name, seen in sorted(self._objects_of_steps().items()):
+        found = list(self._store.list())
+        if not deleted_only:
+            self._delete_probes(found)
+        for name, seen in sorted(_by_step(found).items()):
             if not self._is_leftover(name, seen, deleted_only):
                 continue
             self._require_lease()
@@ -201,14 +204,10 @@ class ObjectSteps(StepStore):
         """Lists the objects of one step, by their names in the step."""
         return objects_of(self._store.beneath(name))
 
-    def _objects_of_steps(self) -> dict[str, dict[str, Entry]]:
-        """Lists the objects of all steps, by the name of the step and their names in it."""
-        steps: dict[str, dict[str, Entry]] = defaultdict(dict)
-        for entry in self._store.list():
-            step, _slash, name = entry.name.partition("/")
-            if name and STEP_NAME.match(step):
-                steps[step][name] = entry
-        return steps
+    def _delete_probes(self, found: Iterable[Entry]) -> None:
+        """Deletes what killed probes have left."""
+        probes = [entry for entry in found if entry.name.startswith(PROBE_PREFIX)]
+        self._store.delete([entry.name for entry in probes if _age([entry]) > LEFTOVER_SECONDS])
 
     def _read_markers(self, found: dict[str, Entry]) -> dict[str, dict[str, Any]]:
         """Reads markers that have changed since they were read last."""
@@ -265,6 +264,16 @@ class _StepSource(Source):
                 errno.ENOENT, f"not a complete step: {MARKER_NAME} is missing", self.location
             )
         super().open(names)
+
+
+def _by_step(found: Iterable[Entry]) -> dict[str, dict[str, Entry]]:
+    """Returns the objects of all steps, by the name of the step and their names in it."""
+    steps: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for entry in found:
+        step, _slash, name = entry.name.partition("/")
+        if name and STEP_NAME.match(step):
+            steps[step][name] = entry
+    return steps
 
 
 def _is_complete(objects: dict[str, Entry]) -> bool:

@@ -263,6 +263,17 @@ def test_leftovers_of_a_killed_save_are_swept_once_old(
     assert names_of(s3_steps) == []
 
 
+def test_a_sweep_deletes_what_a_killed_probe_has_left(
+    s3_steps: ObjectSteps, s3: ObjectServer
+) -> None:
+    put(s3_steps, ".torch_ckpt-probe-0123", b"1")
+    s3_steps.sweep()
+    assert names_of(s3_steps) == [".torch_ckpt-probe-0123"]
+    make_old(s3)
+    s3_steps.sweep()
+    assert names_of(s3_steps) == []
+
+
 def test_a_step_is_saved_over_an_interrupted_deletion(
     s3_steps: ObjectSteps, s3: ObjectServer
 ) -> None:
