@@ -40,7 +40,8 @@ def open_store(
     """Opens the store beneath a URL, without a request.
 
     Args:
-        storage_options: the settings of s3fs, gcsfs or adlfs for this protocol.
+        storage_options: the settings of s3fs, gcsfs or adlfs for this protocol, and
+            ``retry_seconds``, for which a failed request or part is repeated (300 by default).
 
     Raises:
         ImportError: the protocol needs a package that is not installed.
@@ -49,7 +50,7 @@ def open_store(
     root = parse_root(url)
     options = storage_options if isinstance(storage_options, Options) else Options(storage_options)
     redactor = Redactor(options.secrets())
-    chosen = limits or Limits()
+    chosen = limits or options.limits()
     if root.kind in OBSTORE_SCHEMES.values() and importlib.util.find_spec("obstore"):
         from torch_ckpt.stores.obstore_store import ObstoreStore
 

@@ -43,7 +43,8 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("connect", "progress", "retry", "total"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < 1e6:
+            is_number = isinstance(value, int | float) and 0 < value < 1e6
+            if value is not None and not is_number:
                 raise ValueError(f"Limits: {name}={value!r} is not a number of seconds above 0")
 
     @property

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_ckpt.stores.limits import Limits
+
 
 def _table(text: str) -> dict[str, str]:
     """Maps each option on the right, and the name on the left itself, to the name on the left."""
@@ -102,12 +104,13 @@ class Options:
     ``repr`` has only their names. An Options object cannot be pickled.
     """
 
-    __slots__ = ("_values",)
+    __slots__ = ("_retry", "_values")
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         if not isinstance(values or {}, Mapping):
             raise TypeError("storage_options must be a dict")
         self._values = dict(values or {})
+        self._retry = self._values.pop("retry_seconds", None)
 
     def __repr__(self) -> str:
         return f"Options({', '.join(map(str, self._values))})"
@@ -116,7 +119,22 @@ class Options:
         raise TypeError("storage_options have secrets and cannot be pickled. Pass them again.")
 
     def values(self) -> dict[str, Any]:
+        """Returns the options, without ``retry_seconds``, which no library knows."""
         return dict(self._values)
+
+    def limits(self) -> Limits:
+        """Returns the time limits that the options set.
+
+        Raises:
+            ValueError: a limit is not a number of seconds above 0.
+        """
+        config = self._values.get("config_kwargs") or {}
+        given = {
+            "connect": config.get("connect_timeout"),
+            "progress": config.get("read_timeout"),
+            "retry": self._retry,
+        }
+        return Limits(**{name: value for name, value in given.items() if value is not None})
 
     def secrets(self) -> list[str]:
         """Returns all texts of the options except those that messages may have."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -36,6 +37,12 @@ from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.steps import MARKER_NAME
 from torch_ckpt.steps.object_steps import ObjectSteps
+
+#: Limits for a server that does not answer, in seconds.
+SHORT_LIMITS = {
+    "retry_seconds": 0.5,
+    "config_kwargs": {"connect_timeout": 0.5, "read_timeout": 0.5},
+}
 
 TWO_FILES = WriteOptions(thread_count=2)
 
@@ -75,19 +82,38 @@ def test_a_failed_commit_leaves_no_objects(
 
 
 def test_a_marker_whose_request_has_an_unknown_outcome_is_kept(
-    s3_steps: ObjectSteps, s3: ObjectServer, monkeypatch: pytest.MonkeyPatch
+    s3: ObjectServer,
 ) -> None:
-    from torch_ckpt.stores import Limits
-
-    s3_steps._store = s3_steps._store.within(3)
-    monkeypatch.setattr(s3_steps._store, "limits", Limits(1, 1, 0.2))
-    s3_steps._store._apply_limits()
+    steps = ObjectSteps(f"s3://{BUCKET}/run", s3.options | SHORT_LIMITS)
     s3.fault = failing("put", MARKER_NAME, Fault("stall", after=True))
     with pytest.raises(dcp.CheckpointException) as caught:
-        save(s3_steps, 1, state_of(1))
+        save(steps, 1, state_of(1))
     assert isinstance(cause_of(caught.value), DurabilityUncertain)
     s3.fault = lambda _request: None
-    assert_equal(loaded(s3_steps, 1), state_of(1))
+    assert_equal(loaded(steps, 1), state_of(1))
+
+
+def test_a_server_that_never_answers_ends_a_save_within_the_limits(s3: ObjectServer) -> None:
+    steps = ObjectSteps(f"s3://{BUCKET}/run", s3.options | SHORT_LIMITS)
+    save(steps, 1, state_of(1))
+    s3.fault = lambda _request: Fault("stall")
+    begun = time.monotonic()
+    with pytest.raises(dcp.CheckpointException, match="did not answer in time") as caught:
+        save(steps, 2, state_of(2))
+    assert time.monotonic() - begun < 60
+    cause = cause_of(caught.value)
+    assert isinstance(cause, TimeoutError)
+    assert cause.filename.startswith(f"{steps.root}/0000000002/")
+    s3.fault = lambda _request: None
+    assert kinds_of(steps)[1] == "complete"
+
+
+def test_a_server_that_is_away_for_a_while_fails_no_save(s3: ObjectServer) -> None:
+    steps = ObjectSteps(f"s3://{BUCKET}/run", s3.options)
+    away = iter(range(5))
+    s3.fault = lambda _request: None if next(away, None) is None else Fault("reset")
+    save(steps, 1, state_of(1))
+    assert which(steps) == "old"
 
 
 def test_objects_that_vanish_before_the_commit_fail_the_save(
@@ -304,6 +330,32 @@ def test_the_interpreter_waits_for_the_upload_at_exit(s3: ObjectServer, kind: st
     run = run_script(script, url, options)
     assert run.returncode == 0, run.stderr
     assert f"run/0000000001/{MARKER_NAME}" in s3.objects
+
+
+SAVING = """
+import json, sys, torch_ckpt
+from tests.object_steps import state_of
+write = torch_ckpt.WriteOptions(storage_options=json.loads(sys.argv[2]))
+print(flush=True)
+handle = torch_ckpt.async_save(state_of(1), sys.argv[1], options=write)
+handle.result()
+"""
+
+
+def test_sigterm_ends_a_process_whose_server_does_not_answer(s3: ObjectServer) -> None:
+    stalled = threading.Event()
+
+    def stall(_request: Request) -> Fault:
+        stalled.set()
+        return Fault("stall")
+
+    s3.fault = stall
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVING, f"s3://{BUCKET}/run/1", json.dumps(s3.options)]
+    ) as process:
+        assert stalled.wait(PATIENCE)
+        process.terminate()
+        assert process.wait(10) == -signal.SIGTERM
 
 
 def is_marker(request: Request) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from tests.object_server import ObjectServer
 from tests.python.stores.conftest import obstore_store
 from torch_ckpt.stores import Options
+from torch_ckpt.stores.limits import Limits
 from torch_ckpt.stores.redaction import Redactor
 from torch_ckpt.stores.storage_options import obstore_config
 
@@ -158,6 +159,21 @@ PLANTED = {
     "headers": [b"PLANTEDBYTES"],
     "account_key": b"PLANTEDBYTES2",
 }
+
+
+def test_options_set_the_limits() -> None:
+    options = Options(
+        {"retry_seconds": 7, "config_kwargs": {"connect_timeout": 2, "read_timeout": 3}, "key": "k"}
+    )
+    assert options.limits() == Limits(connect=2, progress=3, retry=7)
+    assert "retry_seconds" not in options.values()
+    assert Options().limits() == Limits()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "soon", 1e9])
+def test_a_limit_that_is_no_number_of_seconds_is_named(wrong: object) -> None:
+    with pytest.raises(ValueError, match="retry="):
+        Options({"retry_seconds": wrong}).limits()
 
 
 def test_options_show_only_names() -> None:
