@@ -15,6 +15,9 @@ constexpr std::size_t kDirectMinRead = std::size_t{64} << 10;
 // If at least this fraction of a range is in the page cache, the range is read from there.
 constexpr double kCachedFraction = 0.5;
 
+// Maximum number of heads that are kept for a file.
+constexpr std::size_t kMostHeads = 64;
+
 }  // namespace
 
 Result<DataFile> DataFile::open(const Folder& folder, const std::string& name, DirectIo direct_io) {
@@ -23,6 +26,7 @@ Result<DataFile> DataFile::open(const Folder& folder, const std::string& name, D
     auto bytes = store->size(name);
     if (!bytes) return bytes.error();
     file.store_ = store;
+    file.heads_ = std::make_unique<Heads>();
     file.bytes_ = *bytes;
     return file;
   }
@@ -61,6 +65,42 @@ Result<> DataFile::read(std::span<std::byte> out, std::uint64_t offset) const {
   return store_ != nullptr ? store_->read(name_, offset, out) : buffered_->read_at(out, offset);
 }
 
+std::uint64_t DataFile::ends_bytes() const {
+  return store_ != nullptr ? kEndsBytesInStore : kEndsBytes;
+}
+
+Result<std::vector<std::byte>> DataFile::read_head(std::uint64_t offset,
+                                                   std::uint64_t bytes) const {
+  if (heads_ != nullptr) {
+    const os::MutexLock lock(heads_->mutex);
+    auto kept = heads_->by_offset.extract(offset);
+    if (!kept.empty() && kept.mapped().size() >= bytes) {
+      kept.mapped().resize(bytes);
+      return std::move(kept.mapped());
+    }
+  }
+  std::vector<std::byte> head(bytes);
+  if (auto done = read(head, offset); !done) return done.error();
+  return head;
+}
+
+Result<std::vector<std::byte>> DataFile::read_tail(std::uint64_t offset,
+                                                   std::uint64_t bytes) const {
+  const std::uint64_t end = offset + bytes;
+  const std::uint64_t next = heads_ == nullptr ? 0 : std::min(kEndsBytesInStore, bytes_ - end);
+  std::vector<std::byte> tail(bytes + next);
+  if (auto done = read(tail, offset); !done) return done.error();
+  if (next > 0) {
+    const os::MutexLock lock(heads_->mutex);
+    auto& by_offset = heads_->by_offset;
+    by_offset[end].assign(tail.begin() + static_cast<std::ptrdiff_t>(bytes), tail.end());
+    // Records are read in ascending order.
+    if (by_offset.size() > kMostHeads) by_offset.erase(by_offset.begin());
+    tail.resize(bytes);
+  }
+  return tail;
+}
+
 Result<std::span<std::byte>> DataFile::fetch(std::span<std::byte> scratch, std::uint64_t offset,
                                              std::size_t length, bool direct) const {
   const std::uint64_t begin = align_down(offset, os::kDirectAlignment);
@@ -86,31 +126,30 @@ Result<std::span<const std::byte>> RecordInMemory::at(std::uint64_t offset, std:
   return bytes_.subspan(offset, length);
 }
 
-Result<> RecordInFile::load(std::vector<std::byte>& into, std::uint64_t offset,
-                            std::uint64_t length) {
-  into.resize(length);
-  return file_.read(into, offset_ + offset);
-}
-
 Result<std::span<const std::byte>> RecordInFile::at(std::uint64_t offset, std::uint64_t length) {
   if (!inside(offset, length, bytes_)) {
     return format_error(Errc::zip_inconsistent, "the archive refers to bytes outside its record");
   }
-  const std::uint64_t ends = std::min(kEndsBytes, bytes_);
+  const std::uint64_t ends = std::min(file_.ends_bytes(), bytes_);
   if (inside(offset, length, ends)) {
     if (head_.empty()) {
-      if (auto loaded = load(head_, 0, ends); !loaded) return loaded.error();
+      auto head = file_.read_head(offset_, ends);
+      if (!head) return head.error();
+      head_ = std::move(*head);
     }
     return std::span<const std::byte>(head_).subspan(offset, length);
   }
   if (offset >= bytes_ - ends) {
     if (tail_.empty()) {
-      if (auto loaded = load(tail_, bytes_ - ends, ends); !loaded) return loaded.error();
+      auto tail = file_.read_tail(offset_ + bytes_ - ends, ends);
+      if (!tail) return tail.error();
+      tail_ = std::move(*tail);
     }
     return std::span<const std::byte>(tail_).subspan(offset - (bytes_ - ends), length);
   }
   // This read is at most 1 MiB, because format/record_index.cpp reads no more at a time.
-  if (auto loaded = load(other_, offset, length); !loaded) return loaded.error();
+  other_.resize(length);
+  if (auto done = file_.read(other_, offset_ + offset); !done) return done.error();
   return std::span<const std::byte>(other_);
 }
 

@@ -2,6 +2,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -12,6 +14,7 @@
 #include "error.h"
 #include "format/record_index.h"
 #include "os/file.h"
+#include "os/mutex.h"
 
 namespace torch_ckpt::engine {
 
@@ -33,6 +36,13 @@ class DataFile {
   /// Reads exactly out.size() bytes at `offset`, through the page cache.
   Result<> read(std::span<std::byte> out, std::uint64_t offset) const;
 
+  /// Reads the first or the last bytes of a record. In a store, where each read is a request, the
+  /// read of a tail includes the head that follows it, which is kept for a read_head() at its end.
+  Result<std::vector<std::byte>> read_head(std::uint64_t offset, std::uint64_t bytes) const;
+  Result<std::vector<std::byte>> read_tail(std::uint64_t offset, std::uint64_t bytes) const;
+  /// Number of bytes to read at each end of a record, if it is as long.
+  std::uint64_t ends_bytes() const;
+
   /// Reads exactly `length` bytes at `offset` into `scratch` and returns the part of `scratch` that
   /// contains them. `scratch` must be page-aligned and hold at least `length` bytes. A direct read
   /// is extended to block boundaries; if `scratch` is too small for that, the read is buffered.
@@ -44,8 +54,15 @@ class DataFile {
 
   std::string name_;
   std::string path_;
+  // Heads of records that were read with the tails before them, by offset.
+  struct Heads {
+    os::Mutex mutex;
+    std::map<std::uint64_t, std::vector<std::byte>> by_offset TC_GUARDED_BY(mutex);
+  };
+
   std::uint64_t bytes_ = 0;
   Store* store_ = nullptr;  // nullptr: the file is in a directory
+  std::unique_ptr<Heads> heads_;
   std::optional<os::File> buffered_;
   std::optional<os::File> direct_;
   DirectIo direct_io_ = DirectIo::off;
@@ -65,6 +82,8 @@ class RecordInMemory final : public format::RecordBytes {
 /// Number of bytes that RecordInFile caches at each end of a record. In stock torch's archives, 704
 /// bytes precede the payload and about 1,250 follow it.
 inline constexpr std::uint64_t kEndsBytes = 2048;
+/// The same in a store. The engine's archives have up to 16 KiB at each end.
+inline constexpr std::uint64_t kEndsBytesInStore = std::uint64_t{32} << 10;
 
 // A record in a file. Caches both ends of the record, since they nearly always contain all of the
 // archive's headers and its directory.
@@ -76,8 +95,6 @@ class RecordInFile final : public format::RecordBytes {
   Result<std::span<const std::byte>> at(std::uint64_t offset, std::uint64_t length) override;
 
  private:
-  Result<> load(std::vector<std::byte>& into, std::uint64_t offset, std::uint64_t length);
-
   const DataFile& file_;
   std::uint64_t offset_;
   std::uint64_t bytes_;

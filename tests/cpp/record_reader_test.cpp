@@ -143,6 +143,47 @@ TEST(RecordInFile, ReadsEachEndOnce) {
   EXPECT_EQ(counter.calls("pread"), 2);
 }
 
+// A store with one file, which counts the reads.
+class CountingStore final : public Store {
+ public:
+  explicit CountingStore(std::string contents) : contents_(std::move(contents)) {}
+  std::string path() const override { return "memory://folder"; }
+  Result<> write(const std::string&, const FilePiece&, std::unique_ptr<staging::Chunk>&,
+                 const std::function<bool()>&) override {
+    return format_error(Errc::invalid_argument, "read-only");
+  }
+  Result<std::uint64_t> size(const std::string&) override { return contents_.size(); }
+  Result<> read(const std::string&, std::uint64_t offset, std::span<std::byte> out) override {
+    ++reads;
+    std::memcpy(out.data(), contents_.data() + offset, out.size());
+    return {};
+  }
+
+  int reads = 0;
+
+ private:
+  std::string contents_;
+};
+
+TEST(RecordInFile, ReadsTheTailOfARecordInAStoreTogetherWithTheNextHead) {
+  Random random(3);
+  const std::uint64_t bytes = 100'000, records = 5;
+  const std::string contents = random.bytes(records * bytes);
+  const auto store = std::make_shared<CountingStore>(contents);
+  const Folder folder(store);
+  const auto file = DataFile::open(folder, "a", DirectIo::automatic);
+  ASSERT_TRUE(ok(file));
+  for (std::uint64_t number = 0; number < records; ++number) {
+    RecordInFile record(*file, number * bytes, bytes);
+    for (const std::uint64_t offset : {bytes - 20'000, std::uint64_t{0}, std::uint64_t{16'000}}) {
+      const auto part = record.at(offset, 1000);
+      ASSERT_TRUE(ok(part));
+      EXPECT_EQ(text_of(*part), std::string_view(contents).substr(number * bytes + offset, 1000));
+    }
+  }
+  EXPECT_EQ(store->reads, records + 1);
+}
+
 TEST(RecordInFile, RejectsPartsOutsideTheRecordButInsideTheFile) {
   TempDir directory;
   test::write_file(directory.file("a"), std::string(1000, 'x'));
