@@ -12,9 +12,9 @@ from torch_ckpt._core import (
     CheckpointIndex,
     Directory,
     FetchPlan,
+    InStore,
     ObjectRead,
     ProcessChannel,
-    Store,
     WrittenFiles,
 )
 from torch_ckpt.options import Background, ReadOptions
@@ -36,7 +36,7 @@ class Save:
     def __init__(self, watch: SourceWatch | None = None) -> None: ...
     def start(
         self,
-        directory: Directory | Store,
+        directory: Directory | InStore,
         prefix: str,
         sources: SaveSources,  # is emptied
         *,
@@ -338,7 +338,7 @@ class TensorReads:
     def load(
         self,
         *,
-        directory: Directory | Store,
+        directory: Directory | InStore,
         tables: CheckpointIndex | dict[str, bytes],
         options: ReadOptions,
         progress: Callable[[int], None] | None = None,

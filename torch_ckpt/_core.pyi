@@ -5,7 +5,7 @@ Importing it takes milliseconds. ``torch_ckpt._C`` accepts and returns its class
 
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, type_check_only
 
 from torch_ckpt.options import Background, ReadOptions
 
@@ -69,6 +69,8 @@ class Directory:
         """True if the path leads to this directory now."""
     def names(self) -> list[str]:
         """Names of all entries, in no particular order."""
+    def contains(self, name: str) -> bool:
+        """True if there is an entry of this name. False also if the system does not report it."""
     def length_of(self, name: str) -> int:
         """The length in bytes of a regular file in the directory.
 
@@ -276,7 +278,7 @@ class ObjectRead:
 def load_bytes(
     reads: list[ObjectRead],
     *,
-    directory: Directory | Store,
+    directory: Directory | InStore,
     tables: CheckpointIndex | dict[str, bytes],
     options: ReadOptions,
 ) -> list[bytes]:
@@ -327,7 +329,7 @@ class CheckpointFault:
 class CheckpointVerification:
     """Verifies a checkpoint: first ``add`` for each metadata file, then ``run``."""
 
-    def __init__(self, directory: Directory) -> None: ...
+    def __init__(self, directory: Directory | InStore) -> None: ...
     def add(self, index: CheckpointIndex) -> None:
         """Checks one metadata file and collects its records."""
     def run(self, options: ReadOptions, progress: Callable[[int], None] | None) -> None:
@@ -413,6 +415,13 @@ class FilePiece:
 
     def wait(self, seconds: float) -> bool:
         """Waits until no buffer of the piece exists; False if ``seconds`` have passed first."""
+
+@type_check_only
+class InStore(Protocol):
+    """An object with the files of a checkpoint that are in a store."""
+
+    @property
+    def files(self) -> Store: ...
 
 class Store:
     """Files that are not in a local directory (csrc/engine/store.h).
@@ -776,7 +785,7 @@ class SafetensorsFiles:
     @property
     def files(self) -> list[SafetensorsFile]: ...
 
-def read_safetensors(directory: Directory, name: str) -> SafetensorsFiles:
+def read_safetensors(directory: Directory | InStore, name: str) -> SafetensorsFiles:
     """Reads the headers of safetensors files in a directory.
 
     ``name`` is the name of one file, or of an index that names the file of each tensor. Raises

@@ -140,7 +140,8 @@ def save(
                 process_group=process_group,
                 no_dist=not ranks.distributed,
             )
-        return Checkpoint(str(writer.path))
+        read = ReadOptions(storage_options=options.storage_options)
+        return Checkpoint(str(writer.path), options=read)
 
 
 def async_save(
@@ -315,7 +316,7 @@ def open(checkpoint_id: CheckpointId, options: ReadOptions = DEFAULT_READ_OPTION
     Args:
         checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run; or ROOT for
             the newest complete step of the run; or a safetensors file, or a directory with one such
-            file or with several files and their index.
+            file or with several files and their index; or the URL of one of these.
         options: the options of the reads.
 
     Raises:

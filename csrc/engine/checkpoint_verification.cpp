@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "engine/record_reader.h"
 #include "format/dtype.h"
 #include "index/extents.h"
 #include "planning/tiling.h"
@@ -36,7 +37,7 @@ Result<> CheckpointVerification::add(const CheckpointIndex& index,
     }
   }
   for (std::uint32_t number = 0; number < index.entries().size(); ++number) {
-    add_entry(index, number);
+    if (auto added = add_entry(index, number); !added) return added;
     const auto coverage = planning::check_coverage(index, number, check_interrupt);
     if (!coverage) return coverage.error();
     if (coverage->state != planning::Coverage::State::complete) {
@@ -45,12 +46,13 @@ Result<> CheckpointVerification::add(const CheckpointIndex& index,
     }
   }
   for (const CheckpointIndex::UndescribedRecord& record : index.undescribed_records()) {
-    add_record(index, index.text(record.name), record.shard, nullptr);
+    auto added = add_record(index, index.text(record.name), record.shard, nullptr);
+    if (!added) return added;
   }
   return {};
 }
 
-void CheckpointVerification::add_entry(const CheckpointIndex& index, std::uint32_t number) {
+Result<> CheckpointVerification::add_entry(const CheckpointIndex& index, std::uint32_t number) {
   const CheckpointIndex::Entry& entry = index.entries()[number];
   // Empty shards may share one record.
   std::map<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>, CheckpointIndex::Shard> records;
@@ -65,29 +67,35 @@ void CheckpointVerification::add_entry(const CheckpointIndex& index, std::uint32
     }
   }
   for (const auto& [location, shard] : records) {
-    add_record(index, index.name(number), shard, entry.is_tensor ? &entry : nullptr);
+    auto added = add_record(index, index.name(number), shard, entry.is_tensor ? &entry : nullptr);
+    if (!added) return added;
   }
+  return {};
 }
 
-void CheckpointVerification::add_record(const CheckpointIndex& index, std::string_view name,
-                                        const CheckpointIndex::Shard& shard,
-                                        const CheckpointIndex::Entry* entry) {
+Result<> CheckpointVerification::add_record(const CheckpointIndex& index, std::string_view name,
+                                            const CheckpointIndex::Shard& shard,
+                                            const CheckpointIndex::Entry* entry) {
   const std::string file_name(index.text(index.files()[shard.file]));
   const auto [found, is_new] = files_.try_emplace(file_name);
   File& file = found->second;
-  if (is_new) file = open(file_name);
+  if (is_new) {
+    auto opened = open(file_name);
+    if (!opened) return opened.error();
+    file = *opened;
+  }
   file.end = std::max(file.end, shard.offset + shard.length);
   if (!file.bytes) {
     if (const auto missing = missing_.find(file_name); missing != missing_.end()) {
       missing->second.emplace_back(name);
     }
-    return;
+    return {};
   }
   if (shard.length > *file.bytes - std::min(shard.offset, *file.bytes)) {
     faults_.push_back({Kind::damaged, std::string(name), file_name, shard.offset, 0,
                        "the record has " + std::to_string(shard.length) +
                            " bytes, but the file ends at byte " + std::to_string(*file.bytes)});
-    return;
+    return {};
   }
   if (!file.number) {
     file.number = opened_.size();
@@ -107,18 +115,20 @@ void CheckpointVerification::add_record(const CheckpointIndex& index, std::strin
   }
   names_.emplace_back(name);
   bytes_ += shard.length;
+  return {};
 }
 
-CheckpointVerification::File CheckpointVerification::open(const std::string& name) {
+Result<CheckpointVerification::File> CheckpointVerification::open(const std::string& name) {
   File file;
-  auto opened = directory_.open_for_read(name);
-  auto bytes = opened ? opened->size() : opened.error();
-  if (bytes) {
-    file.bytes = *bytes;
-  } else if (bytes.error().sys_errno == ENOENT) {
+  const auto opened = DataFile::open(folder_, name, DirectIo::off);
+  if (opened) {
+    file.bytes = opened->bytes();
+  } else if (opened.error().sys_errno == ENOENT) {
     missing_[name];
+  } else if (folder_.store() != nullptr) {
+    return opened.error();
   } else {
-    Error error = bytes.error();
+    Error error = opened.error();
     std::string what = error.message();
     if (error.sys_errno != 0) {
       error.path = {};
@@ -146,7 +156,7 @@ Result<std::shared_ptr<VerifySession>> CheckpointVerification::start(Context& co
   for (const std::string& name : opened_) {
     files.push_back({name, std::move(tables_[name]), is_bare_});
   }
-  auto own = directory_.duplicate();
+  auto own = folder_.duplicate();
   if (!own) return own.error();
   return VerifySession::start(context, std::move(*own), std::move(files), std::move(records_),
                               options);

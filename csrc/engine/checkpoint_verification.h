@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include "engine/store.h"
 #include "engine/verify_session.h"
 #include "error.h"
 #include "index/checkpoint_index.h"
 #include "interrupt_check.h"
-#include "os/directory.h"
 
 namespace torch_ckpt::engine {
 
@@ -44,11 +44,14 @@ struct CheckpointFault {
 //   2. start() checks that no file is longer than its records, and starts a session that reads every
 //      record.
 //   3. finish() adds the findings of the session.
+//
+// A store has already repeated a request that fails, so any failure except a missing file ends the
+// verification.
 class CheckpointVerification {
  public:
-  explicit CheckpointVerification(os::Directory directory) : directory_(std::move(directory)) {}
+  explicit CheckpointVerification(Folder folder) : folder_(std::move(folder)) {}
 
-  /// All indexes that are added must be bare, or none. Fails only with the error of
+  /// All indexes that are added must be bare, or none. Fails only with the error of a store or of
   /// `check_interrupt`, which is called regularly.
   Result<> add(const index::CheckpointIndex& index, const InterruptCheck& check_interrupt);
   /// Must be called only once.
@@ -73,14 +76,14 @@ class CheckpointVerification {
     std::optional<std::size_t> number;   // in opened_, if a record is read
   };
 
-  void add_entry(const index::CheckpointIndex& index, std::uint32_t number);
-  void add_record(const index::CheckpointIndex& index, std::string_view name,
-                  const index::CheckpointIndex::Shard& shard,
-                  const index::CheckpointIndex::Entry* entry);
-  File open(const std::string& name);
+  Result<> add_entry(const index::CheckpointIndex& index, std::uint32_t number);
+  Result<> add_record(const index::CheckpointIndex& index, std::string_view name,
+                      const index::CheckpointIndex::Shard& shard,
+                      const index::CheckpointIndex::Entry* entry);
+  Result<File> open(const std::string& name);
   void add_incomplete(std::string_view name, std::string what);
 
-  os::Directory directory_;
+  Folder folder_;
   std::map<std::string, File> files_;
   std::map<std::string, std::string> tables_;  // encoded checksum tables, by file name
   bool is_bare_ = false;                       // records are bare; see ReadKind::bare

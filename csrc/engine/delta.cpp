@@ -70,12 +70,13 @@ bool are_identical(const SafeTensor& one, const SafeTensor& other) {
 class StoredModel {
  public:
   static Result<std::unique_ptr<StoredModel>> open(const os::Directory& directory) {
-    auto files = read_model_files(directory);
-    if (!files) return files.error();
     auto reopened = directory.reopen();
     if (!reopened) return reopened.error();
+    Folder folder(std::move(*reopened));
+    auto files = read_model_files(folder);
+    if (!files) return files.error();
     auto model =
-        std::unique_ptr<StoredModel>(new StoredModel(std::move(*files), std::move(*reopened)));
+        std::unique_ptr<StoredModel>(new StoredModel(std::move(*files), std::move(folder)));
     if (auto added = model->add_tensors(); !added) return added.error();
     return model;
   }
@@ -90,8 +91,8 @@ class StoredModel {
   }
 
  private:
-  StoredModel(std::vector<ModelFile> files, os::Directory directory)
-      : files_(std::move(files)), opened_(std::move(directory), names_of(files_), DirectIo::off) {}
+  StoredModel(std::vector<ModelFile> files, Folder folder)
+      : files_(std::move(files)), opened_(std::move(folder), names_of(files_), DirectIo::off) {}
 
   static std::vector<std::string> names_of(const std::vector<ModelFile>& files) {
     std::vector<std::string> names;

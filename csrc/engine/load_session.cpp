@@ -10,9 +10,6 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Large enough that the time between a request and its answer does not matter.
-constexpr std::size_t kStoreReadBytes = std::size_t{8} << 20;
-
 Error about(const std::string& name, Error error) {
   error.subject = name;
   return error;

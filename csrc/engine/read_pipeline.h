@@ -32,6 +32,10 @@ struct ReadOptions {
   DirectIo direct_io = DirectIo::automatic;
 };
 
+/// Size of a read from a store. Large enough that the time between a request and its answer does
+/// not matter.
+inline constexpr std::size_t kStoreReadBytes = std::size_t{8} << 20;
+
 /// A data file in the checkpoint directory, with its checksums from the metadata.
 struct LoadFile {
   std::string name;

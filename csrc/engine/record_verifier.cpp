@@ -22,7 +22,9 @@ bool continues(const Finding& before, const Finding& next) {
 }  // namespace
 
 RecordVerifier::RecordVerifier(const std::vector<LoadFile>& files,
-                               std::vector<planning::StoredRecord> records) {
+                               std::vector<planning::StoredRecord> records,
+                               std::function<void(Error)> on_read_error)
+    : on_read_error_(std::move(on_read_error)) {
   std::vector<std::optional<format::ChecksumTable>> tables(files.size());
   for (std::size_t file = 0; file < files.size(); ++file) {
     auto table = checksum_table_of(files[file]);
@@ -189,6 +191,7 @@ Result<> RecordVerifier::finish(std::size_t record, const Payload& payload,
 
 void RecordVerifier::add_finding(std::size_t record, Error error, std::uint64_t bytes) {
   const auto& [number, stored, sums, is_bare] = records_[record];
+  if (error.code == Errc::system || error.code == Errc::store) on_read_error_(error);
   // System errors have a path and an offset in the file. Decoder errors have an offset in the
   // record.
   if (error.path.empty()) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -39,8 +40,9 @@ struct Finding {
 class RecordVerifier final : public ReadSink {
  public:
   /// Decodes the checksum tables. A damaged table is a finding, and so is a record that ends beyond
-  /// the maximum file size.
-  RecordVerifier(const std::vector<LoadFile>& files, std::vector<planning::StoredRecord> records);
+  /// the maximum file size. Calls `on_read_error` for a record that cannot be read.
+  RecordVerifier(const std::vector<LoadFile>& files, std::vector<planning::StoredRecord> records,
+                 std::function<void(Error)> on_read_error);
 
   /// Returns all records, in full, in the order of the pipeline's record numbers.
   std::vector<planning::WantedRecord> wanted() const;
@@ -76,6 +78,7 @@ class RecordVerifier final : public ReadSink {
   void add_unverifiable(std::size_t record);
 
   std::vector<Record> records_;
+  const std::function<void(Error)> on_read_error_;
   mutable os::Mutex mutex_;
   std::vector<Finding> findings_ TC_GUARDED_BY(mutex_);
   std::vector<std::size_t> unverifiable_ TC_GUARDED_BY(mutex_);

@@ -9,12 +9,12 @@
 #include <string_view>
 #include <utility>
 
+#include "engine/record_reader.h"
 #include "engine/safetensors_headers.h"
 #include "format/crc32.h"
 #include "format/safe_checksums.h"
 #include "format/weight_map.h"
 #include "index/safetensors_index.h"
-#include "os/file.h"
 
 namespace torch_ckpt::engine {
 namespace {
@@ -26,8 +26,8 @@ Error in_file(Error error, const std::string& path) {
 
 using Checksums = std::map<std::string, format::SafeChecksums>;
 
-Result<format::WeightMap> read_weight_map(const os::Directory& directory, const std::string& name) {
-  const auto file = directory.open_for_read(name);
+Result<format::WeightMap> read_weight_map(const Folder& folder, const std::string& name) {
+  const auto file = DataFile::open(folder, name, DirectIo::off);
   if (!file) return file.error();
   const auto contents = read_text(*file);
   if (!contents) return contents.error();
@@ -67,11 +67,11 @@ Result<> compare(const format::WeightMap& map, const index::CheckpointIndex& ind
 // Reads files one by one, and collects their contents.
 class HeaderReader {
  public:
-  HeaderReader(const os::Directory& directory, const Checksums& checksums)
-      : directory_(directory), checksums_(checksums) {}
+  HeaderReader(const Folder& folder, const Checksums& checksums)
+      : folder_(folder), checksums_(checksums) {}
 
   Result<> add(const std::string& name) {
-    const auto opened = directory_.open_for_read(name);
+    const auto opened = DataFile::open(folder_, name, DirectIo::off);
     if (!opened) return opened.error();
     if (auto added = add_open(name, *opened); !added) return in_file(added.error(), opened->path());
     return {};
@@ -84,7 +84,7 @@ class HeaderReader {
   }
 
  private:
-  Result<> add_open(const std::string& name, const os::File& opened) {
+  Result<> add_open(const std::string& name, const DataFile& opened) {
     auto header = read_safetensors_header(opened);
     if (!header) return header.error();
     SafetensorsFile& file = files_.emplace_back();
@@ -103,7 +103,7 @@ class HeaderReader {
     return builder_.add_file(name, header->contents.tensors, table);
   }
 
-  const os::Directory& directory_;
+  const Folder& folder_;
   const Checksums& checksums_;
   index::SafetensorsIndexBuilder builder_;
   std::map<std::string, std::string> metadata_;
@@ -112,20 +112,20 @@ class HeaderReader {
 
 }  // namespace
 
-Result<SafetensorsFiles> read_safetensors(const os::Directory& directory, const std::string& name) {
-  auto saved = read_safe_checksums(directory);
+Result<SafetensorsFiles> read_safetensors(const Folder& folder, const std::string& name) {
+  auto saved = read_safe_checksums(folder);
   if (!saved) return saved.error();
   Checksums checksums;
   for (format::SafeChecksums& of_file : *saved) {
     std::string file = of_file.name;
     checksums.insert_or_assign(std::move(file), std::move(of_file));
   }
-  HeaderReader reader(directory, checksums);
+  HeaderReader reader(folder, checksums);
   if (!name.ends_with(format::kWeightMapSuffix)) {
     if (auto added = reader.add(name); !added) return added.error();
     return std::move(reader).finish();
   }
-  const auto map = read_weight_map(directory, name);
+  const auto map = read_weight_map(folder, name);
   if (!map) return map.error();
   std::set<std::string> names;
   for (const auto& [tensor, file] : *map) names.insert(file);
@@ -134,13 +134,13 @@ Result<SafetensorsFiles> read_safetensors(const os::Directory& directory, const 
     if (!added && added.error().sys_errno == ENOENT) {
       return in_file(format_error(Errc::metadata_inconsistent,
                                   "the index names " + file + ", which does not exist"),
-                     directory.path_of(name));
+                     folder.path_of(name));
     }
     if (!added) return added.error();
   }
   SafetensorsFiles read = std::move(reader).finish();
   if (auto same = compare(*map, read.index); !same) {
-    return in_file(same.error(), directory.path_of(name));
+    return in_file(same.error(), folder.path_of(name));
   }
   return read;
 }

@@ -4,10 +4,10 @@
 #include <string>
 #include <vector>
 
+#include "engine/store.h"
 #include "error.h"
 #include "format/safetensors.h"
 #include "index/checkpoint_index.h"
-#include "os/directory.h"
 
 namespace torch_ckpt::engine {
 
@@ -27,13 +27,13 @@ struct SafetensorsFiles {
   std::vector<SafetensorsFile> files;
 };
 
-/// Reads the headers of safetensors files in a directory. `name` is the name of one file, or of an
+/// Reads the headers of safetensors files in a folder. `name` is the name of one file, or of an
 /// index that names the file of each tensor (format/weight_map.h). Uses the checksums in the
 /// directory (format/safe_checksums.h) for files with the recorded size and header.
 ///
 /// Fails with Errc::metadata_inconsistent if a file is damaged, or if the index does not match the
 /// files; with Errc::checksum_mismatch or Errc::table_inconsistent if the checksums are damaged;
 /// and with Errc::outside_directory if a name leads out of the directory.
-Result<SafetensorsFiles> read_safetensors(const os::Directory& directory, const std::string& name);
+Result<SafetensorsFiles> read_safetensors(const Folder& folder, const std::string& name);
 
 }  // namespace torch_ckpt::engine

@@ -1,5 +1,6 @@
 #include "engine/safetensors_headers.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <span>
 #include <string_view>
@@ -12,19 +13,21 @@ namespace {
 
 // Limits the memory that a damaged index or file of checksums can use.
 constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 30;
+// Read at once at the beginning of a file. Most headers are shorter, so that a store needs only one
+// request.
+constexpr std::uint64_t kFirstBytes = std::uint64_t{64} << 10;
 
 std::span<std::byte> writable_bytes(std::string& text) {
   return std::as_writable_bytes(std::span(text));
 }
 
-Error in_file(Error error, const os::File& file) {
+Error in_file(Error error, const DataFile& file) {
   if (error.path.empty()) error.path = file.path();
   return error;
 }
 
-Result<ModelFile> read_model_file(const os::Directory& directory,
-                                  const format::SafeChecksums& checksums) {
-  const auto opened = directory.open_for_read(checksums.name);
+Result<ModelFile> read_model_file(const Folder& folder, const format::SafeChecksums& checksums) {
+  const auto opened = DataFile::open(folder, checksums.name, DirectIo::off);
   if (!opened) return opened.error();
   ModelFile file{checksums, {}, {}};
   std::uint64_t bytes = 0;
@@ -51,22 +54,20 @@ Result<ModelFile> read_model_file(const os::Directory& directory,
 
 }  // namespace
 
-Result<std::string> read_text(const os::File& file) {
-  const auto bytes = file.size();
-  if (!bytes) return bytes.error();
-  if (*bytes > kMaxTextBytes) {
+Result<std::string> read_text(const DataFile& file) {
+  if (file.bytes() > kMaxTextBytes) {
     return in_file(format_error(Errc::metadata_inconsistent,
-                                "the file has " + std::to_string(*bytes) +
+                                "the file has " + std::to_string(file.bytes()) +
                                     " bytes; the maximum is " + std::to_string(kMaxTextBytes)),
                    file);
   }
-  std::string contents(*bytes, '\0');
-  if (auto read = file.read_at(writable_bytes(contents), 0); !read) return read.error();
+  std::string contents(file.bytes(), '\0');
+  if (auto read = file.read(writable_bytes(contents), 0); !read) return read.error();
   return contents;
 }
 
-Result<std::vector<format::SafeChecksums>> read_safe_checksums(const os::Directory& directory) {
-  const auto file = directory.open_for_read(std::string(format::kSafeChecksumsName));
+Result<std::vector<format::SafeChecksums>> read_safe_checksums(const Folder& folder) {
+  const auto file = DataFile::open(folder, std::string(format::kSafeChecksumsName), DirectIo::off);
   if (!file && file.error().sys_errno == ENOENT) return std::vector<format::SafeChecksums>();
   if (!file) return file.error();
   const auto contents = read_text(*file);
@@ -76,37 +77,37 @@ Result<std::vector<format::SafeChecksums>> read_safe_checksums(const os::Directo
   return decoded;
 }
 
-Result<StoredHeader> read_safetensors_header(const os::File& file) {
-  const auto bytes = file.size();
-  if (!bytes) return bytes.error();
-  StoredHeader header{*bytes, std::string(format::kSafeLengthBytes, '\0'), {}};
-  const auto read = file.read_some_at(writable_bytes(header.bytes), 0);
-  if (!read) return read.error();
-  const auto length =
-      format::safetensors_header_bytes(writable_bytes(header.bytes).first(*read), *bytes);
+Result<StoredHeader> read_safetensors_header(const DataFile& file) {
+  StoredHeader header{file.bytes(), std::string(std::min(file.bytes(), kFirstBytes), '\0'), {}};
+  const std::size_t first = header.bytes.size();
+  if (auto read = file.read(writable_bytes(header.bytes), 0); !read) return read.error();
+  const auto length = format::safetensors_header_bytes(
+      writable_bytes(header.bytes).first(std::min(first, format::kSafeLengthBytes)), file.bytes());
   if (!length) return in_file(length.error(), file);
   header.bytes.resize(format::kSafeLengthBytes + *length);
-  auto json = writable_bytes(header.bytes).subspan(format::kSafeLengthBytes);
-  if (auto rest = file.read_at(json, format::kSafeLengthBytes); !rest) return rest.error();
+  if (header.bytes.size() > first) {
+    auto rest = file.read(writable_bytes(header.bytes).subspan(first), first);
+    if (!rest) return rest.error();
+  }
   auto contents = format::decode_safetensors_header(
-      std::string_view(header.bytes).substr(format::kSafeLengthBytes), *bytes);
+      std::string_view(header.bytes).substr(format::kSafeLengthBytes), file.bytes());
   if (!contents) return in_file(contents.error(), file);
   header.contents = std::move(*contents);
   return header;
 }
 
-Result<std::vector<ModelFile>> read_model_files(const os::Directory& directory) {
-  const auto checksums = read_safe_checksums(directory);
+Result<std::vector<ModelFile>> read_model_files(const Folder& folder) {
+  const auto checksums = read_safe_checksums(folder);
   if (!checksums) return checksums.error();
   if (checksums->empty()) {
     Error error = format_error(Errc::invalid_argument,
                                "the directory has no checksums; save it with torch_ckpt first");
-    error.path = directory.path();
+    error.path = folder.path();
     return error;
   }
   std::vector<ModelFile> files;
   for (const format::SafeChecksums& of_file : *checksums) {
-    auto file = read_model_file(directory, of_file);
+    auto file = read_model_file(folder, of_file);
     if (!file) return file.error();
     files.push_back(std::move(*file));
   }

@@ -2,14 +2,26 @@
 
 namespace torch_ckpt::engine {
 
+VerifySession::VerifySession(Context& context, Folder folder, const std::vector<LoadFile>& files,
+                             std::vector<planning::StoredRecord> records,
+                             const VerifyOptions& options, const ScratchLayout& scratch_layout)
+    : is_in_store_(folder.store() != nullptr),
+      verifier_(files, std::move(records),
+                [this](Error error) {
+                  if (is_in_store_) pipeline_.fail(std::move(error));
+                }),
+      pipeline_(context, std::move(folder), files, options, scratch_layout, no_devices_, verifier_,
+                !is_in_store_) {}
+
 Result<std::shared_ptr<VerifySession>> VerifySession::start(
-    Context& context, os::Directory directory, std::vector<LoadFile> files,
+    Context& context, Folder folder, std::vector<LoadFile> files,
     std::vector<planning::StoredRecord> records, const VerifyOptions& given) {
   VerifyOptions options = given;
+  if (folder.store() != nullptr) options.chunk_bytes = kStoreReadBytes;
   auto scratch = choose_scratch(options, {}, {}, "a verification");
   if (!scratch) return scratch.error();
-  std::shared_ptr<VerifySession> session(new VerifySession(context, std::move(directory), files,
-                                                           std::move(records), options, *scratch));
+  std::shared_ptr<VerifySession> session(
+      new VerifySession(context, std::move(folder), files, std::move(records), options, *scratch));
   auto wanted = session->verifier_.wanted();
   for (const planning::WantedRecord& record : wanted) {
     session->bytes_planned_ += record.record->length;

@@ -181,6 +181,13 @@ void bind_directory(py::module_& module) {
       .def("is_at_path", &Directory::is_at_path, NoGil())
       .def("names",
            [](const Directory& self) { return texts(without_gil([&] { return self.names(); })); })
+      .def(
+          "contains",
+          [](const Directory& self, const Path& name) {
+            const auto found = self.contains(name.native());
+            return found && *found;
+          },
+          py::arg("name"), NoGil())
       .def("length_of", &length_of, py::arg("name"), NoGil())
       .def(
           "open_directory",

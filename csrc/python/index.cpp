@@ -24,6 +24,7 @@
 #include "planning/tiling.h"
 #include "python/bindings.h"
 #include "python/errors.h"
+#include "python/folder.h"
 #include "python/gil.h"
 #include "python/interrupts.h"
 #include "python/list.h"
@@ -151,9 +152,10 @@ void bind_safetensors(py::module_& module) {
       .def_readonly("files", &SafetensorsFiles::files);
   module.def(
       "read_safetensors",
-      [](const os::Directory& directory, const py::str& name) {
+      [](const py::object& directory, const py::str& name) {
         const std::string text = bytes_of(name);
-        return without_gil([&] { return engine::read_safetensors(directory, text); });
+        const engine::Folder folder = folder_of(directory);
+        return without_gil([&] { return engine::read_safetensors(folder, text); });
       },
       py::arg("directory"), py::arg("name"));
   module.def(

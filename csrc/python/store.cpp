@@ -108,6 +108,9 @@ Error error_of(const py::error_already_set& raised, const char* operation,
     error.code = Errc::system;
     error.sys_errno = number.is_none() ? EIO : number.cast<int>();
     if (!text.is_none()) error.detail = py::str(text).cast<std::string>();
+  } else if (raised.matches(PyExc_ValueError)) {
+    // The only argument that a store refuses is a name.
+    error.code = Errc::outside_directory;
   } else if (!raised.matches(py::module_::import("torch_ckpt.errors").attr("CheckpointError"))) {
     error.detail = std::string(py::str(raised.type().attr("__name__"))) + ": " + error.detail;
   }

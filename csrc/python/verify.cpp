@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "engine/checkpoint_verification.h"
-#include "os/directory.h"
 #include "python/bindings.h"
 #include "python/errors.h"
+#include "python/folder.h"
 #include "python/gil.h"
 #include "python/interrupts.h"
 #include "python/list.h"
@@ -58,8 +58,8 @@ void bind_verify(py::module_& module) {
       .def_property_readonly("what",
                              [](const CheckpointFault& self) { return os_text(self.what); });
   py::class_<CheckpointVerification>(module, "CheckpointVerification")
-      .def(py::init([](const os::Directory& directory) {
-             return std::make_unique<CheckpointVerification>(unwrap(directory.duplicate()));
+      .def(py::init([](const py::object& directory) {
+             return std::make_unique<CheckpointVerification>(folder_of(directory));
            }),
            py::arg("directory"))
       .def("add", &add, py::arg("index"))

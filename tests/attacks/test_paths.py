@@ -7,9 +7,14 @@ torch joins the path and opens it.
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
+import torch_ckpt
 from tests.attacks.support import Checkpoint
+from tests.support import cause_of
 from torch_ckpt import Unsafe
+from torch_ckpt.stores import open_store
 
 PATHS = {
     "path: ..": "../outside.distcp",
@@ -36,6 +41,30 @@ def modify(c: Checkpoint, attack: str) -> None:
 def test_the_attack_is_rejected(checkpoint: Checkpoint, attack: str) -> None:
     modify(checkpoint, attack)
     checkpoint.assert_stopped(attack, Unsafe, message="weight: the metadata refers to")
+
+
+#: Names that a directory may have, and a store may not.
+KEYS = ["a?b", "a#b", "a%2f..%2fb", "a::b", "s3://other/b", "a\nb", "a//b"]
+
+
+@pytest.mark.parametrize("name", [*PATHS.values(), *KEYS])
+def test_a_name_that_leads_elsewhere_is_rejected_beneath_a_url(
+    checkpoint: Checkpoint, name: str
+) -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://{checkpoint.folder}/c"
+    checkpoint.save_with_torch()
+    checkpoint.location("weight").relative_path = name.replace("{folder}", str(checkpoint.folder))
+    checkpoint.publish()
+    store = open_store(url)
+    for file in checkpoint.path.iterdir():
+        data = file.read_bytes()
+        store.put(file.name, iter([memoryview(data)]), len(data))
+    with pytest.raises(Unsafe):
+        torch_ckpt.verify(url)
+    with pytest.raises(CheckpointException) as caught:
+        torch_ckpt.load({"weight": torch.zeros(3, 4)}, url, no_dist=True, strict=False)
+    assert isinstance(cause_of(caught.value), Unsafe)
 
 
 @pytest.mark.parametrize("attack", PATHS)

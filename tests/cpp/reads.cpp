@@ -111,6 +111,16 @@ void Reads::run_all(const LoadOptions& options) const {
   return ::testing::AssertionFailure() << failure->code << ": " << failure->message();
 }
 
+planning::StoredRecord Stored::described() const {
+  planning::StoredRecord described;
+  described.offset = offset();
+  described.length = record.size();
+  described.is_tensor = !sums.raw;
+  described.dtype = header.dtype;
+  described.sizes = header.sizes;
+  return described;
+}
+
 OwnedRead Stored::request(engine::ReadKind kind) const {
   OwnedRead request;
   request.kind = kind;

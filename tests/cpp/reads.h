@@ -109,6 +109,8 @@ struct Stored {
   format::RecordSums sums;
 
   std::uint64_t offset() const { return sums.offset; }
+  /// The record as the metadata describes it.
+  planning::StoredRecord described() const;
   OwnedRead request(engine::ReadKind kind) const;
 };
 

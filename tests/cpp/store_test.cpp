@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -13,7 +14,10 @@
 #include <utility>
 
 #include "engine/load_session.h"
+#include "engine/safetensors_files.h"
 #include "engine/save_session.h"
+#include "engine/verify_session.h"
+#include "format/safetensors.h"
 #include "reads.h"
 #include "save_files.h"
 #include "support.h"
@@ -200,8 +204,13 @@ class FailsReads final : public DirectoryStore {
   using DirectoryStore::DirectoryStore;
 
   Result<> read(const std::string& name, std::uint64_t offset, std::span<std::byte>) override {
+    ++reads_;
     return system_error(ETIMEDOUT, "read", path_of(name), offset);
   }
+  int reads() const { return reads_; }
+
+ private:
+  std::atomic<int> reads_{0};
 };
 
 TEST_F(StoreReads, AFailedReadIsReportedWithPathAndOffset) {
@@ -212,6 +221,73 @@ TEST_F(StoreReads, AFailedReadIsReportedWithPathAndOffset) {
   ASSERT_TRUE(session->failure().has_value());
   EXPECT_EQ(session->failure()->path.str(), "store/f0");
   EXPECT_EQ(session->failure()->sys_errno, ETIMEDOUT);
+}
+
+class StoreVerifications : public testing::Test {
+ protected:
+  std::shared_ptr<VerifySession> verify(std::shared_ptr<Store> store) {
+    auto session = VerifySession::start(context(), Folder(std::move(store)), {{"a", {}}},
+                                        {stored_.described()}, {});
+    EXPECT_TRUE(ok(session));
+    EXPECT_TRUE((*session)->wait_for(std::chrono::minutes(2)));
+    return *session;
+  }
+
+  TempDir directory_;
+  const Stored stored_ = store(row_major("uint8", {100 * kMebi}), Random(4).bytes(100 * kMebi));
+};
+
+TEST_F(StoreVerifications, DamageInAStoreIsFound) {
+  std::string contents = stored_.record;
+  contents[50 * kMebi] = static_cast<char>(contents[50 * kMebi] ^ 1);
+  write_file(directory_.file("a"), contents);
+  const auto session = verify(std::make_shared<DirectoryStore>(directory_));
+  EXPECT_FALSE(session->failure().has_value());
+  EXPECT_EQ(session->findings().size(), 1U);
+}
+
+TEST_F(StoreVerifications, AFailureOfTheStoreEndsTheVerification) {
+  write_file(directory_.file("a"), stored_.record);
+  const auto store = std::make_shared<FailsReads>(directory_);
+  const auto session = verify(store);
+  ASSERT_TRUE(session->failure().has_value());
+  EXPECT_EQ(session->failure()->sys_errno, ETIMEDOUT);
+  // A store has already repeated a request that fails.
+  EXPECT_EQ(store->reads(), 1);
+}
+
+/// Counts the reads.
+class CountsReads final : public DirectoryStore {
+ public:
+  using DirectoryStore::DirectoryStore;
+
+  Result<std::uint64_t> size(const std::string& name) override {
+    if (name == "torch_ckpt.checksums") return system_error(ENOENT, "open", path_of(name));
+    return DirectoryStore::size(name);
+  }
+  Result<> read(const std::string& name, std::uint64_t offset, std::span<std::byte> out) override {
+    ++reads_;
+    return DirectoryStore::read(name, offset, out);
+  }
+  int reads() const { return reads_; }
+
+ private:
+  std::atomic<int> reads_{0};
+};
+
+TEST(StoreHeaders, TheHeaderOfASafetensorsFileIsReadInOneRequest) {
+  TempDir directory;
+  std::vector<format::SafeTensor> tensors(1);
+  tensors[0].name = "x";
+  tensors[0].dtype = format::find_dtype("uint8");
+  tensors[0].sizes = {kMebi};
+  const std::string header = format::encode_safetensors_header(tensors, {}, 8).value();
+  write_file(directory.file("a.safetensors"), header + std::string(kMebi, 'x'));
+  const auto store = std::make_shared<CountsReads>(directory);
+  const auto read = read_safetensors(Folder(store), "a.safetensors");
+  ASSERT_TRUE(ok(read));
+  EXPECT_TRUE(read->index.find("x").has_value());
+  EXPECT_EQ(store->reads(), 1);
 }
 
 }  // namespace

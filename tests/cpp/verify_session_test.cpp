@@ -32,16 +32,6 @@ constexpr std::size_t kMebi = std::size_t{1} << 20;
 /// Record, offset in the file and number of damaged bytes of a finding.
 using Found = std::tuple<std::size_t, std::uint64_t, std::uint64_t>;
 
-planning::StoredRecord named(const Stored& stored) {
-  planning::StoredRecord record;
-  record.offset = stored.offset();
-  record.length = stored.record.size();
-  record.is_tensor = !stored.sums.raw;
-  record.dtype = stored.header.dtype;
-  record.sizes = stored.header.sizes;
-  return record;
-}
-
 // Files of records, with or without checksum tables, and the findings of their verification.
 class Verified {
  public:
@@ -101,7 +91,7 @@ class Verified {
 
  private:
   std::size_t add(const Stored& stored) {
-    records_.push_back(named(stored));
+    records_.push_back(stored.described());
     records_.back().file = files_.size() - 1;
     payloads_.push_back(stored.payload_at);
     contents_.back() += stored.record;
@@ -342,7 +332,7 @@ TEST(VerifySession, ReportsADamagedTableOnceAndChecksTheArchive) {
   const Stored stored = store(row_major("uint8", {100}), std::string(100, 'x'));
   test::write_file(directory.file("a"), stored.record);
   auto session = VerifySession::start(context(), open_directory(directory), {{"a", "no table"}},
-                                      {named(stored)}, {});
+                                      {stored.described()}, {});
   ASSERT_TRUE(ok(session));
   ASSERT_TRUE((*session)->wait_for(std::chrono::minutes(2)));
   const auto findings = (*session)->findings();
@@ -384,8 +374,8 @@ TEST(VerifySession, FailsWhenCancelled) {
     if (operation == "pread") cancelled.wait();
     return 0;
   });
-  auto session =
-      VerifySession::start(context(), open_directory(directory), {{"a", {}}}, {named(stored)}, {});
+  auto session = VerifySession::start(context(), open_directory(directory), {{"a", {}}},
+                                      {stored.described()}, {});
   ASSERT_TRUE(ok(session));
   (*session)->cancel();
   cancelled.count_down();

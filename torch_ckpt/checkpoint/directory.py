@@ -12,7 +12,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch_ckpt._base.machine import boot_id
 from torch_ckpt._core import Directory as OpenDirectory
@@ -22,7 +22,17 @@ from torch_ckpt.stores.folder import ObjectFolder
 __all__ = ["DirectoryIdentity", "OpenDirectory", "require_one_directory", "share_or_warn"]
 
 
-def share_or_warn(directory: OpenDirectory) -> OpenDirectory:
+class _Lockable(Protocol):
+    @property
+    def path(self) -> str: ...
+
+    def share(self) -> bool: ...
+
+
+L = TypeVar("L", bound=_Lockable)
+
+
+def share_or_warn(directory: L) -> L:
     """Takes the shared lock on a directory, so that no other process removes files from it.
 
     If another process holds the exclusive lock for too long, warns and continues without the lock.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
@@ -18,8 +17,9 @@ from typing import TypeVar
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
-from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt._base.paths import is_url
+from torch_ckpt.checkpoint.folders import Folder
+from torch_ckpt.errors import Unsafe
 
 T = TypeVar("T")
 
@@ -73,30 +73,31 @@ def allow_torchs_dtypes() -> None:
     _core.allow_dtypes(dtypes)
 
 
-def read_safetensors(directory: OpenDirectory, name: str) -> _core.SafetensorsFiles:
-    """Reads the headers of safetensors files in an open directory. Warns if a file has changed
-    since its checksums were saved.
+def read_safetensors(folder: Folder, name: str) -> _core.SafetensorsFiles:
+    """Reads the headers of safetensors files in an open folder. Warns if a file has changed since
+    its checksums were saved.
 
     Args:
         name: the name of one file, or of the index of several files.
 
     Raises:
-        Unsafe: a name leads out of the directory, or a file is a symbolic link.
+        Unsafe: a name leads out of the folder, or a file is a symbolic link.
         Corrupt: a file, the index or the checksums are damaged or contradict each other.
         OSError: a file cannot be read.
     """
-    read = _core.read_safetensors(directory, name)
+    with folder.own_errors():
+        read = _core.read_safetensors(folder, name)
     stale = [file.name for file in read.files if file.has_stale_checksums]
     if stale:
         warn(
-            f"{directory.path}: another program has changed files since torch_ckpt saved their "
+            f"{folder.path}: another program has changed files since torch_ckpt saved their "
             f"checksums, so these files are read without verification: {some_of(stale)}"
         )
     return read
 
 
-def read_index(directory: OpenDirectory, safetensors: str | None) -> _core.CheckpointIndex:
-    """Reads the index of a checkpoint in an open directory, without torch's objects.
+def read_index(folder: Folder, safetensors: str | None) -> _core.CheckpointIndex:
+    """Reads the index of a checkpoint in an open folder, without torch's objects.
 
     Args:
         safetensors: see :class:`torch_ckpt.checkpoint.locating.OpenCheckpoint`.
@@ -106,49 +107,32 @@ def read_index(directory: OpenDirectory, safetensors: str | None) -> _core.Check
             :func:`read_safetensors`.
     """
     if safetensors is None:
-        return read_index_in(directory)
-    return read_safetensors(directory, safetensors).index
+        return read_index_in(folder)
+    return read_safetensors(folder, safetensors).index
 
 
-def read_index_in(directory: OpenDirectory, name: str = METADATA_NAME) -> _core.CheckpointIndex:
-    """Reads the index of the metadata in an open directory, without torch's objects.
+def read_index_in(folder: Folder, name: str = METADATA_NAME) -> _core.CheckpointIndex:
+    """Reads the index of the metadata in an open folder, without torch's objects.
 
     Raises:
         FileNotFoundError, CheckpointError: see :func:`metadata_bytes_in`.
         Unsafe, Corrupt: see :func:`metadata_bytes_in` and :func:`decode_index`.
     """
-    return decode_index(metadata_bytes_in(directory, name), os.path.join(directory.path, name))
+    return decode_index(metadata_bytes_in(folder, name), os.path.join(folder.path, name))
 
 
-def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> bytes:
-    """Reads the contents of a ``.metadata`` file in an open directory.
+def metadata_bytes_in(folder: Folder, name: str = METADATA_NAME) -> bytes:
+    """Reads the contents of a ``.metadata`` file in an open folder.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
-        Corrupt: it is not a regular file.
-        Unsafe: it is a symbolic link.
-        CheckpointError: it is larger than ``MAX_METADATA_BYTES``.
+        Corrupt, Unsafe, CheckpointError: see :meth:`torch_ckpt.checkpoint.folders.Folder.read`.
     """
-    file = os.path.join(directory.path, name)
     try:
-        stream = open(name, "rb", opener=directory.open_for_read)  # noqa: SIM115
+        return folder.read(name, MAX_METADATA_BYTES)
     except FileNotFoundError:
-        raise no_checkpoint(directory.path, f"{name} in the directory") from None
-    except ValueError:
-        if stat.S_ISDIR(os.stat(name, dir_fd=directory.fd).st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file) from None
-        raise Corrupt(f"{file} is not a regular file") from None
-    try:
-        size = os.fstat(stream.fileno()).st_size
-        if size > MAX_METADATA_BYTES:
-            raise CheckpointError(
-                f"{file} is too large: it has {size} bytes, and the limit is {MAX_METADATA_BYTES}"
-            )
-        return stream.read(size)
-    finally:
-        # The contents have been read, so an error from close() does not matter.
-        with suppress(OSError):
-            stream.close()
+        where = "beneath this URL" if is_url(folder.path) else "in the directory"
+        raise no_checkpoint(folder.path, f"{name} {where}") from None
 
 
 def no_checkpoint(path: str | os.PathLike[str], lacking: str) -> FileNotFoundError:

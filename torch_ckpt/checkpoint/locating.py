@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a path refers to, in Python and on the command line.
+"""Finds the checkpoint that a path or URL refers to, in Python and on the command line.
 
 A path is one of these:
 
@@ -7,22 +7,29 @@ A path is one of these:
 - ``ROOT/40``: step 40 of the run in ROOT, stored as ``0000000040``;
 - ``ROOT``: the newest complete step of the run, which is the newest step of the highest epoch
   (lineage.py).
+
+URLs are searched in the same way, with the calls that directories and stores have in common
+(folders.py). Requests for objects by name come first, because a listing has all objects beneath the
+URL.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt._base.paths import is_url
+from torch_ckpt.checkpoint.folders import Folder, LocalFolder, RemoteFolder, open_file
 from torch_ckpt.checkpoint.index import METADATA_NAME, no_checkpoint
 from torch_ckpt.checkpoint.lineage import newest_of
-from torch_ckpt.checkpoint.marker import epoch_of, read_marker
+from torch_ckpt.checkpoint.marker import epoch_of
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, STEP_NAME, step_name
 from torch_ckpt.errors import CheckpointError
 
@@ -39,17 +46,21 @@ _INDEX = ".safetensors.index.json"
 _CONVERT = "convert it to a checkpoint with torch-ckpt convert (torch_ckpt.convert)"
 
 
+# Opens the folder at a path or URL.
+_Opener = Callable[[str], Folder]
+
+
 class OpenCheckpoint(NamedTuple):
-    """A checkpoint whose directory is open.
+    """A checkpoint whose folder is open.
 
     Attributes:
-        directory: the open directory.
-        path: the path of the checkpoint directory, or of the safetensors file or index.
-        safetensors: the name in the directory of the safetensors file, or of the index of several
+        folder: the open directory, or the objects beneath the URL.
+        path: the path or URL of the checkpoint, or of the safetensors file or index.
+        safetensors: the name in the folder of the safetensors file, or of the index of several
             files; None if a metadata file describes the checkpoint.
     """
 
-    directory: OpenDirectory
+    folder: Folder
     path: str
     safetensors: str | None = None
 
@@ -60,79 +71,101 @@ class _CompleteStep(NamedTuple):
     run: str = ""
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
-    """Opens the directory of the checkpoint that a path refers to.
+def open_checkpoint(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> OpenCheckpoint:
+    """Opens the folder of the checkpoint that a path or URL refers to.
 
-    If the path is a root or a step number, the step gets a shared lock: it cannot be deleted until
-    the directory is closed.
+    If a local path is a root or a step number, the step gets a shared lock: it cannot be deleted
+    until the directory is closed.
+
+    Args:
+        storage_options: see :class:`torch_ckpt.ReadOptions`; for URLs.
 
     Raises:
         FileNotFoundError: the directory or step does not exist, so there is no committed
             checkpoint.
         CheckpointError: the path refers to something else, which the message describes, or to
             several safetensors files without an index.
-        OSError: the directory cannot be opened or listed.
+        ImportError, ValueError: the URL or an option is not allowed, or a package is missing.
+        OSError: the directory cannot be opened or listed, or a request has failed.
     """
     path = os.fspath(path)
+    opener: _Opener = LocalFolder
+    if is_url(path):
+        opener = partial(RemoteFolder, storage_options=storage_options)
+    step: Folder | None = None
+    names: list[str] = []
     try:
-        directory = OpenDirectory(path)
+        folder = opener(path)
+        if folder.contains(METADATA_NAME):
+            return OpenCheckpoint(folder, folder.path)
+        if is_url(path):
+            # Only a listing shows whether there are objects beneath the URL.
+            if path.endswith((_SAFETENSORS, _INDEX)):
+                return _open_file(path, storage_options, opener)
+            step = _open_by_number(path, opener)
+        if step is None:
+            names = folder.names()
     except NotADirectoryError:
-        if not os.path.exists(path):
+        if not is_url(path) and not os.path.exists(path):
             raise
-        return _open_file(path)
+        return _open_file(path, storage_options, opener)
     except FileNotFoundError:
-        directory = _open_by_number(path)
-    else:
-        if is_present(METADATA_NAME, directory):
-            return OpenCheckpoint(directory, directory.path)
-        directory = _newest_if_root(path, directory)
+        step = None if is_url(path) else _open_by_number(path, opener)
+        if step is None:
+            raise _no_such_step(path, opener) from None
+    folder = step or _newest_if_root(path, folder, names, opener)
     try:
-        return OpenCheckpoint(directory, directory.path, _safetensors_in(directory))
+        return OpenCheckpoint(folder, folder.path, _safetensors_in(folder))
     except BaseException:
-        directory.close()
+        folder.close()
         raise
 
 
-def _open_file(path: str) -> OpenCheckpoint:
-    try:
-        is_safetensors = format_of(path) == "safetensors"
-    except OSError:
-        is_safetensors = False
-    if not is_safetensors:
-        raise CheckpointError(f"{path} is not a directory{_about_file(path)}")
+def _open_file(
+    path: str, storage_options: Mapping[str, Any] | None, opener: _Opener
+) -> OpenCheckpoint:
+    format = _readable_format_of(path, storage_options)
+    if format != "safetensors":
+        raise CheckpointError(f"{path} is not a directory{_about_file(path, format, opener)}")
     # Follow links, because the caller chose the path.
-    folder, name = os.path.split(os.path.realpath(path))
-    return OpenCheckpoint(OpenDirectory(folder), path, name)
+    folder, name = os.path.split(path if is_url(path) else os.path.realpath(path))
+    return OpenCheckpoint(opener(folder), path, name)
 
 
-def _newest_if_root(path: str, directory: OpenDirectory) -> OpenDirectory:
-    """Returns the newest step if the directory is a root, and otherwise the directory itself."""
+def _newest_if_root(path: str, folder: Folder, names: list[str], opener: _Opener) -> Folder:
+    """Returns the newest step if the folder is a root, and otherwise the folder itself.
+
+    Args:
+        names: the names in the folder.
+    """
     try:
-        names = directory.names()
         # Ranks that save without collectives write one metadata file each.
         if any(name.endswith(METADATA_NAME) for name in names):
-            return directory
+            return folder
         steps = sorted(filter(STEP_NAME.match, names))
         if steps:
-            step = _open_step(path, lambda: _newest_step(path))
+            roots = itertools.chain([folder], map(opener, itertools.repeat(path)))
+            step = _open_step(path, lambda: _newest_step(next(roots)), opener)
             if step is not None:
-                directory.close()
+                folder.close()
                 return step
             if not any(name.endswith((_SAFETENSORS, *TORCH_SUFFIXES)) for name in names):
                 raise _no_complete_step(path, steps)
-        return directory
+        return folder
     except BaseException:
-        directory.close()
+        folder.close()
         raise
 
 
-def _safetensors_in(directory: OpenDirectory) -> str | None:
+def _safetensors_in(folder: Folder) -> str | None:
     """Returns the name of the only safetensors file, or of the index of several files. Returns None
-    if the directory has metadata, or contains neither metadata nor another format. The caller then
+    if the folder has metadata, or contains neither metadata nor another format. The caller then
     reports that the metadata is missing."""
-    if is_present(METADATA_NAME, directory):
+    if folder.contains(METADATA_NAME):
         return None
-    names = directory.names()
+    names = folder.names()
     if any(name.endswith(METADATA_NAME) for name in names):
         return None
     files = [name for name in names if name.endswith(_SAFETENSORS)]
@@ -141,12 +174,12 @@ def _safetensors_in(directory: OpenDirectory) -> str | None:
         return (indexes or files)[0]
     if files or indexes:
         raise CheckpointError(
-            f"{directory.path} contains {len(files)} safetensors files and {len(indexes)} indexes. "
+            f"{folder.path} contains {len(files)} safetensors files and {len(indexes)} indexes. "
             "Pass the path of one file or index"
         )
     if any(name.endswith(TORCH_SUFFIXES) for name in names):
         raise CheckpointError(
-            f"{directory.path} is not a checkpoint: it contains torch.save files; convert one of "
+            f"{folder.path} is not a checkpoint: it contains torch.save files; convert one of "
             "them to a checkpoint with torch-ckpt convert (torch_ckpt.convert)"
         )
     return None
@@ -157,16 +190,14 @@ def is_step_number(path: str) -> bool:
     return _NUMBER.fullmatch(os.path.basename(path.rstrip("/"))) is not None
 
 
-def format_of(path: str) -> str | None:
+def format_of(path: str, storage_options: Mapping[str, Any] | None = None) -> str | None:
     """Returns the format of a file, judged by its first bytes or its suffix: "torch", "safetensors"
     or None.
 
     Raises:
         OSError: the file cannot be read.
     """
-    # Without O_NONBLOCK, opening a FIFO would block until it has a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as stream:
+    with open_file(path, storage_options) as stream:
         begin = stream.read(9) or b""
     if begin.startswith(b"PK\3\4"):
         return "torch"
@@ -174,22 +205,41 @@ def format_of(path: str) -> str | None:
     return "safetensors" if is_safetensors else None
 
 
-def _open_by_number(path: str) -> OpenDirectory:
+def _readable_format_of(path: str, storage_options: Mapping[str, Any] | None) -> str | None:
+    try:
+        return format_of(path, storage_options)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return None
+
+
+def _open_by_number(path: str, opener: _Opener) -> Folder | None:
+    """Opens the step that a path such as ``ROOT/40`` refers to. Returns None if there is none."""
+    if not is_step_number(path):
+        return None
+    root, number = os.path.split(path.rstrip("/"))
+    name = step_name(int(number))
+    return _open_step(root, lambda: name, opener)
+
+
+def _no_such_step(path: str, opener: _Opener) -> FileNotFoundError:
+    """Builds the error for a path to which nothing belongs."""
     if is_step_number(path):
-        root, number = os.path.split(path.rstrip("/"))
-        name = step_name(int(number))
-        step = _open_step(root, lambda: name)
-        if step is not None:
-            return step
-        newest = _newest_step(root)
+        newest = None
+        with suppress(FileNotFoundError, NotADirectoryError):
+            newest = _newest_step(opener(os.path.dirname(path.rstrip("/")) or "."))
         if newest is not None:
-            raise FileNotFoundError(
+            return FileNotFoundError(
                 errno.ENOENT, f"no such step; the newest step is {int(newest)}", path
             )
-    raise no_checkpoint(path, "such directory")
+    if not is_url(path):
+        return no_checkpoint(path, "such directory")
+    is_file = path.endswith((_SAFETENSORS, _INDEX))
+    return no_checkpoint(path, "such object" if is_file else f"{METADATA_NAME} beneath this URL")
 
 
-def _open_step(root: str, choose: Callable[[], str | None]) -> OpenDirectory | None:
+def _open_step(root: str, choose: Callable[[], str | None], opener: _Opener) -> Folder | None:
     """Opens a step and takes the shared lock on it. Returns None if there is no such step.
 
     Args:
@@ -197,22 +247,24 @@ def _open_step(root: str, choose: Callable[[], str | None]) -> OpenDirectory | N
             deleted before it was locked.
     """
     while (name := choose()) is not None:
-        path = os.path.join(root, name)
         try:
-            directory = OpenDirectory(path)
+            folder = opener(os.path.join(root, name))
+            is_step = folder.is_step()
         except FileNotFoundError:
+            is_step = False
+        if not is_step:
             if choose() == name:
                 return None
             continue
         try:
-            directory.share()
+            folder.share()
             # Otherwise a deletion has renamed the directory, or a save has replaced it.
-            if directory.is_at_path():
-                return directory
+            if folder.is_at_path():
+                return folder
         except BaseException:
-            directory.close()
+            folder.close()
             raise
-        directory.close()
+        folder.close()
     return None
 
 
@@ -228,36 +280,21 @@ def _no_complete_step(root: str, steps: list[str]) -> FileNotFoundError:
     )
 
 
-def _newest_step(root: str) -> str | None:
+def _newest_step(root: Folder) -> str | None:
     """Returns the directory name of the newest complete step, or None."""
-    try:
-        names = os.listdir(root or ".")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    steps = filter(STEP_NAME.match, names)
-    markers = ((name, read_marker(os.path.join(root, name))) for name in steps)
     newest = newest_of(
-        _CompleteStep(int(name), epoch_of(marker)) for name, marker in markers if marker is not None
+        _CompleteStep(int(name), epoch_of(marker))
+        for name, marker in root.markers().items()
+        if marker is not None
     )
     return None if newest is None else step_name(newest.step)
 
 
-def is_present(name: str, directory: OpenDirectory) -> bool:
-    """Returns True if the directory has a file of this name."""
-    try:
-        os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-    except OSError:
-        # After any other error, too, the caller lists the directory: the list has the name, or
-        # listing raises the error.
-        return False
-    return True
-
-
-def _about_file(path: str) -> str:
+def _about_file(path: str, format: str | None, opener: _Opener) -> str:
+    if format == "torch":
+        return f" but a torch.save file; {_CONVERT}"
+    folder = os.path.dirname(path) or "."
     with suppress(OSError):
-        if format_of(path) == "torch":
-            return f" but a torch.save file; {_CONVERT}"
-    directory = os.path.dirname(path) or "."
-    if os.path.exists(os.path.join(directory, METADATA_NAME)):
-        return f" but a file of the checkpoint {directory}; pass that directory"
+        if opener(folder).contains(METADATA_NAME):
+            return f" but a file of the checkpoint {folder}; pass that directory"
     return "; pass a checkpoint directory"

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_ckpt._base.paths import is_url
 from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
 
@@ -303,8 +302,6 @@ class Checkpoint:
     def _open(self) -> Source:
         from torch_ckpt.checkpoint.source import Source
 
-        if is_url(self.path):
-            raise CheckpointError(f"{self.path}: a URL cannot be opened by its path yet")
         source = Source(self.path, self._options)
         source.open()
         if not source.is_sealed_by(self._seal):

@@ -88,9 +88,14 @@ def published_file(
 def require_absent(target: str, overwrite: bool) -> None:
     """Raises FileExistsError if the target exists and must not be replaced."""
     if not overwrite and os.path.lexists(target):
-        raise FileExistsError(
-            errno.EEXIST, "already exists; pass overwrite=True (--overwrite) to replace it", target
-        )
+        raise exists_error(target)
+
+
+def exists_error(target: str) -> FileExistsError:
+    """Builds the error for a target that exists and must not be replaced."""
+    return FileExistsError(
+        errno.EEXIST, "already exists; pass overwrite=True (--overwrite) to replace it", target
+    )
 
 
 @contextmanager

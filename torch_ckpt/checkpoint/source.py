@@ -1,7 +1,8 @@
 """A checkpoint that is read: its open directory, its index, and the engine's reads.
 
-1. :meth:`Source.open` opens the directory and takes a shared lock on it, so that no concurrent save
-   removes files. Then it reads the metadata, or the headers of safetensors files, into an index.
+1. :meth:`Source.open` opens the directory, or the objects beneath a URL (folders.py). It takes a
+   shared lock on a directory, so that no concurrent save removes files. Then it reads the metadata,
+   or the headers of safetensors files, into an index.
 2. The caller plans reads from the index (csrc/torch/load_state.h), and :meth:`Source.read` makes
    them. Files are opened relative to the directory, and links are never followed.
 3. :meth:`Source.close` closes and unlocks the directory.
@@ -15,7 +16,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,17 +28,16 @@ from torch_ckpt._base.checks import require_instance
 from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.paths import is_url
 from torch_ckpt._base.progress import Progress, reporting
-from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
+from torch_ckpt.checkpoint.directory import share_or_warn
 from torch_ckpt.checkpoint.dtypes import Conversions, lost_precision
+from torch_ckpt.checkpoint.folders import Folder, RemoteFolder
 from torch_ckpt.checkpoint.index import (
-    MAX_METADATA_BYTES,
     METADATA_NAME,
     decode_index,
     metadata_bytes_in,
-    no_checkpoint,
     read_safetensors,
 )
-from torch_ckpt.checkpoint.locating import is_present, open_checkpoint
+from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import (
     decode_indexed,
     decode_metadata,
@@ -46,8 +46,6 @@ from torch_ckpt.checkpoint.metadata import (
 )
 from torch_ckpt.checkpoint.reading import Reading, copy_by_torch, in_waves
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
-from torch_ckpt.stores import open_store
-from torch_ckpt.stores.folder import ObjectFolder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -106,7 +104,7 @@ class Source:
         self.rank: int | None = 0
         self.narrowed: Conversions = {}
         self.bytes_moved = 0
-        self.directory: OpenDirectory | ObjectFolder | None = None
+        self.directory: Folder | None = None
         self.resolved: tuple[str, str] | None = None
         self.index: _core.CheckpointIndex | None = None
         self.safetensors: _core.SafetensorsFiles | None = None
@@ -136,9 +134,7 @@ class Source:
         self.index = self.safetensors = self.metadata_digest = None
         self._metadata = self._descriptors = None
         try:
-            self._encoded = data, _at = (
-                self._open_objects(names) if is_url(self.path) else self._open_directory(names)
-            )
+            data, _at = self._encoded = self._open(names)
             if self.safetensors is not None:
                 self.index = self.safetensors.index
             elif self.options.allow_pickle:
@@ -154,49 +150,35 @@ class Source:
 
     def open_files(self) -> None:
         """Opens the directory or the objects, without the metadata, which the caller has."""
-        if is_url(self.path):
-            self._open_store()
-        else:
-            self.directory = share_or_warn(open_checkpoint(self.path).directory)
+        opened = open_checkpoint(self.path, self.options.storage_options)
+        self.directory = share_or_warn(opened.folder)
 
-    def _open_directory(self, names: Sequence[str]) -> tuple[bytes, str]:
-        """Opens the directory. Returns the contents of the metadata file and its path, or, for
-        safetensors files, a description of the headers and the location."""
+    def _open(self, names: Sequence[str]) -> tuple[bytes, str]:
+        """Opens the directory or the objects. Returns the contents of the metadata file and its
+        path, or, for safetensors files, a description of the headers and the location."""
+        options = self.options.storage_options
+        folder, self.location, file = open_checkpoint(self.path, options)
         # Lock the directory before reading the metadata: from then on, no save can remove the files
         # that it names.
-        self.directory, self.location, file = open_checkpoint(self.path)
-        share_or_warn(self.directory)
+        self.directory = share_or_warn(folder)
+        is_remote = is_url(self.path)
         # Only a root or a step number must be resolved to the same directory on all ranks: a newer
         # step may be completed before the next rank looks for the newest one.
-        path = str(Path(self.path))
-        self.resolved = None if self.location == path else (path, self.location)
-        name = next((name for name in names if is_present(name, self.directory)), names[0])
+        given = os.fspath(self.path).rstrip("/") if is_remote else str(Path(self.path))
+        self.resolved = None if self.location == given else (given, self.location)
+        name = next((name for name in names if folder.contains(name)), names[0])
         self.has_all_ranks = name == METADATA_NAME
         if file is None:
-            return metadata_bytes_in(self.directory, name), os.path.join(self.directory.path, name)
-        self.safetensors = read_safetensors(self.directory, file)
+            data = metadata_bytes_in(folder, name)
+            if isinstance(folder, RemoteFolder):
+                self.resolved = given, f"{self.location} {folder.versions[name]}"
+            return data, os.path.join(folder.path, name)
+        self.safetensors = read_safetensors(folder, file)
         # Models of the same architecture have equal headers, so include the path.
         files = [(f.name, f.bytes, f.header_crc) for f in self.safetensors.files]
-        contents = os.path.realpath(self.location), files, self.safetensors.index.tables()
+        path = self.location if is_remote else os.path.realpath(self.location)
+        contents = path, files, self.safetensors.index.tables()
         return repr(contents).encode(errors="surrogatepass"), self.location
-
-    def _open_objects(self, names: Sequence[str]) -> tuple[bytes, str]:
-        """Opens the objects beneath a URL. Returns the contents of the metadata and its URL."""
-        folder = self._open_store()
-        self.location, self.resolved = folder.path, None
-        for name in names:
-            self.has_all_ranks = name == METADATA_NAME
-            with suppress(FileNotFoundError):
-                data, version = folder.store.read(name, MAX_METADATA_BYTES)
-                url = folder.store.url_of(name)
-                self.resolved = url, str(version)
-                return data, url
-        raise no_checkpoint(self.location, f"{names[0]} beneath this URL")
-
-    def _open_store(self) -> ObjectFolder:
-        url = os.fspath(self.path)
-        self.directory = folder = ObjectFolder(open_store(url, self.options.storage_options))
-        return folder
 
     def metadata(self) -> Metadata:
         """Returns the metadata, decoded into torch's objects."""
@@ -280,10 +262,9 @@ class Source:
         showing: AbstractContextManager[Callable[[Progress], None] | None] = nullcontext()
         if progress:
             showing = reporting(progress, f"load {Path(self.path).name}", self.rank, planned)
-        errors = folder.own_errors() if isinstance(folder, ObjectFolder) else nullcontext()
-        with showing as shown, errors:
+        with showing as shown, folder.own_errors():
             unknown = reads.load(
-                directory=folder.files if isinstance(folder, ObjectFolder) else folder,
+                directory=folder,
                 tables=self.tables,
                 options=self.options,
                 progress=report,
@@ -310,12 +291,12 @@ class Source:
         """
         folder = self.directory
         assert folder is not None
-        chosen = options or self.options
-        if not isinstance(folder, ObjectFolder):
-            return _core.load_bytes(reads, directory=folder, tables=self.tables, options=chosen)
         with folder.own_errors():
             return _core.load_bytes(
-                reads, directory=folder.files, tables=self.tables, options=chosen
+                reads,
+                directory=folder,
+                tables=self.tables,
+                options=options or self.options,
             )
 
     def verifies_parts(self) -> Callable[[str], bool]:

@@ -18,6 +18,9 @@ MARKER_NAME = _core.MARKER_NAME
 #: Retention keeps a step if its directory contains this file.
 PINNED_NAME = _core.PINNED_NAME
 
+#: A step beneath a URL is being deleted if it has an object of this name.
+DELETED_NAME = "deleted"
+
 
 def step_name(step: int) -> str:
     """Returns the name of a step's directory: the step number, padded to ten digits.

@@ -26,12 +26,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def host_pieces(data: torch.Tensor) -> Iterator[ctypes.Array[ctypes.c_char]]:
-    """Yields the data of a byte tensor in pieces in host memory. A piece is valid until the next
-    one is requested."""
+def host_pieces(data: torch.Tensor) -> Iterator[memoryview]:
+    """Yields the data of a byte tensor in pieces in host memory."""
     for begin in range(0, data.numel(), _PIECE_BYTES):
         host = data[begin : begin + _PIECE_BYTES].cpu()
-        yield (ctypes.c_char * host.numel()).from_address(host.data_ptr())
+        array = (ctypes.c_char * host.numel()).from_address(host.data_ptr())
+        array.owner = host  # type: ignore[attr-defined]  # keeps the memory
+        yield memoryview(array).cast("B")
 
 
 def empty_tensor(

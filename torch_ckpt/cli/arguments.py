@@ -35,17 +35,22 @@ def _parse_renaming(text: str) -> tuple[str, str]:
     return old, new
 
 
-def _parse_local_path(text: str) -> str:
+def _parse_path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError(
             "must be a path, got an empty string; pass '.' for the current directory"
         )
-    if is_url(text):
-        raise argparse.ArgumentTypeError(
-            "only steps, gc, delete, pin and unpin accept URLs; pass a local path without a "
-            f"protocol, got {text}"
-        )
     return text
+
+
+def _parse_local_path(text: str) -> str:
+    if is_url(text):
+        from torch_ckpt.stores.urls import safe_url
+
+        raise argparse.ArgumentTypeError(
+            f"must be a local path, without a protocol, got {safe_url(text)}"
+        )
+    return _parse_path(text)
 
 
 def _integer(least: int, most: float = math.inf) -> Callable[[str], int]:
@@ -124,7 +129,7 @@ _EXAMPLES = (
 
 _CHECKPOINT = (
     "a checkpoint directory, ROOT/40 for step 40 of a run, ROOT for its newest step, or a "
-    "safetensors file or a directory of such files"
+    "safetensors file or a directory of such files; or the URL of one of these"
 )
 
 
@@ -149,7 +154,7 @@ def _flag(parser: argparse._ActionsContainer, name: str, help: str) -> None:
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
-    _value(parser, "directory", "DIR", _parse_local_path, _CHECKPOINT)
+    _value(parser, "directory", "DIR", _parse_path, _CHECKPOINT)
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
@@ -288,8 +293,8 @@ def _add_inspection(add_command: _AddCommand) -> None:
     _add_json_or(verify, "--quiet", "print only problems")
 
     diff = add_command("diff", commands.diff_checkpoints)
-    _value(diff, "a", "A", _parse_local_path, _CHECKPOINT)
-    _value(diff, "b", "B", _parse_local_path, "the other checkpoint")
+    _value(diff, "a", "A", _parse_path, _CHECKPOINT)
+    _value(diff, "b", "B", _parse_path, "the other checkpoint")
     _add_names(diff)
     atol_help = "treat values with |a - b| <= X + Y * |b| as equal"
     _value(diff, "--atol", "X", _TOLERANCE, atol_help)
@@ -303,8 +308,8 @@ def _add_inspection(add_command: _AddCommand) -> None:
 
 def _add_convert(add_command: _AddCommand) -> None:
     convert = add_command("convert", commands.convert_checkpoint)
-    _value(convert, "source", "SOURCE", _parse_local_path, "the model to convert")
-    _value(convert, "target", "TARGET", _parse_local_path, "the path to write to")
+    _value(convert, "source", "SOURCE", _parse_path, "the model to convert")
+    _value(convert, "target", "TARGET", _parse_path, "the path or URL to write to")
     select = "convert only names that match PATTERN, such as 'model.*'; repeatable"
     _value(convert, "--select", "PATTERN", str, select, action="append")
     prefix = "remove PREFIX from names that begin with it"

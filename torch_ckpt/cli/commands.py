@@ -56,12 +56,23 @@ def _progress_bar(
         bar.close()
 
 
+@contextmanager
+def _refusals_reported() -> Iterator[None]:
+    """Block whose ``ValueError`` and ``ImportError`` are due to the arguments: a URL that is not
+    allowed, a package that it needs, or options that contradict each other."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+
+
 def _require_checkpoints(*paths: str) -> None:
     """Raises if a path holds no checkpoint, before torch is imported, which takes seconds."""
     from torch_ckpt.checkpoint.locating import open_checkpoint
 
-    for path in paths:
-        open_checkpoint(path).directory.close()
+    with _refusals_reported():
+        for path in paths:
+            open_checkpoint(path).folder.close()
 
 
 def list_checkpoint(arguments: argparse.Namespace) -> ExitCode:
@@ -73,7 +84,8 @@ def list_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     """
     from torch_ckpt.inspection.listing import examine
 
-    listing = examine(arguments.directory, arguments.names or None)
+    with _refusals_reported():
+        listing = examine(arguments.directory, arguments.names or None)
     listing.shows_files = arguments.files
     return _print_with_faults(listing, listing.path, listing.faults, arguments)
 
@@ -88,7 +100,8 @@ def explain_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     """
     from torch_ckpt.inspection.explain import explain
 
-    explanation = explain(arguments.directory)
+    with _refusals_reported():
+        explanation = explain(arguments.directory)
     faults = explanation.faults
     return _print_with_faults(explanation, explanation.checkpoint, faults, arguments)
 
@@ -125,7 +138,7 @@ def verify_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     """
     from torch_ckpt.inspection.verify import verify
 
-    with _progress_bar(arguments, "verify") as progress:
+    with _refusals_reported(), _progress_bar(arguments, "verify") as progress:
         report = verify(arguments.directory, thread_count=arguments.threads, progress=progress)
     if not arguments.quiet:
         _print_report(report, arguments)
@@ -174,25 +187,21 @@ def convert_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     """
     from torch_ckpt.conversion.convert import convert
 
-    try:
-        with _progress_bar(arguments, "convert") as progress:
-            report = convert(
-                arguments.source,
-                arguments.target,
-                select=arguments.select,
-                strip_prefix=arguments.strip_prefix,
-                rename=arguments.rename,
-                dtype=arguments.dtype,
-                config=arguments.config,
-                max_shard_size=arguments.max_shard_size,
-                tensors_only=arguments.tensors_only,
-                overwrite=arguments.overwrite,
-                allow_pickle=arguments.allow_pickle,
-                progress=progress,
-            )
-    except ValueError as error:
-        # The options contradict each other.
-        raise CheckpointError(str(error)) from error
+    with _refusals_reported(), _progress_bar(arguments, "convert") as progress:
+        report = convert(
+            arguments.source,
+            arguments.target,
+            select=arguments.select,
+            strip_prefix=arguments.strip_prefix,
+            rename=arguments.rename,
+            dtype=arguments.dtype,
+            config=arguments.config,
+            max_shard_size=arguments.max_shard_size,
+            tensors_only=arguments.tensors_only,
+            overwrite=arguments.overwrite,
+            allow_pickle=arguments.allow_pickle,
+            progress=progress,
+        )
     return _print_report(report, arguments)
 
 
@@ -347,9 +356,7 @@ def _open_steps_to_delete(root: str) -> StepStore:
 def _open_steps(root: str, *, read_only: bool = True) -> StepStore:
     from torch_ckpt.steps import open_steps
 
-    try:
+    with _refusals_reported():
         store = open_steps(root)
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(str(error)) from error
     store.require_root(read_only=read_only)
     return store

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.formatting import Report, plural, printable, size, some_of
+from torch_ckpt._base.paths import is_url
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.dtypes import parse_dtype
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
@@ -103,6 +105,7 @@ def convert(
     allow_pickle: bool = False,
     max_host_bytes: int = 1 << 30,
     progress: ProgressOption = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ConvertReport:
     """Converts between checkpoint directories, ``torch.save`` files and safetensors.
 
@@ -114,9 +117,11 @@ def convert(
     Args:
         source: a checkpoint directory written by torch_ckpt or stock torch, a ``torch.save`` file,
             a safetensors file, or a directory of safetensors files with an index. If a run is saved
-            in ROOT, pass ``ROOT/40`` for step 40, or ``ROOT`` for the newest step.
+            in ROOT, pass ``ROOT/40`` for step 40, or ``ROOT`` for the newest step. Or the URL of
+            any of these; the URL of a ``torch.save`` file must have one of the suffixes below.
         target: ``*.safetensors``; ``*.pt``, ``*.pth`` or ``*.bin`` for ``torch.save``; any other
-            path for a checkpoint directory.
+            path for a checkpoint directory. Can be a URL, except for ``torch.save`` files and for
+            directories of safetensors files.
         select: :mod:`fnmatch` patterns that select the names to convert, such as ``["model.*"]``.
             None converts all names.
         strip_prefix: prefix to remove from the names that begin with this prefix, such as
@@ -140,6 +145,7 @@ def convert(
         max_host_bytes: maximum number of bytes of tensors to hold in memory. A tensor larger than
             the limit is read on its own.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
+        storage_options: see :class:`torch_ckpt.ReadOptions`; for source and target.
 
     Raises:
         FileNotFoundError: the source does not exist.
@@ -175,10 +181,16 @@ def convert(
     model_config = None if config is None else Config(os.fspath(config))
     target_format, write = _choose_target(target_path, max_shard_size, model_config, to_dtype)
     is_changed = not (select is None and not strip_prefix and rename is None and dtype is None)
-    if os.path.exists(target_path) and os.path.exists(path) and os.path.samefile(path, target_path):
+    if is_url(target_path) and target_format != "dcp" and write is not write_safetensors:
+        raise CheckpointError(
+            f"{target_path}: a URL can be the target only of a checkpoint or of one safetensors "
+            "file. Convert to a local path, and copy the files to the URL"
+        )
+    exist = os.path.exists(target_path) and os.path.exists(path)
+    if path == target_path or (exist and os.path.samefile(path, target_path)):
         raise CheckpointError(f"source and target are the same: {path}")
     with ExitStack() as stack:
-        opened = stack.enter_context(closing(open_source(path, allow_pickle)))
+        opened = stack.enter_context(closing(open_source(path, allow_pickle, storage_options)))
         if is_changed:
             opened = Selection(
                 opened, select=select, strip_prefix=strip_prefix, rename=rename, dtype=to_dtype
@@ -204,7 +216,8 @@ def convert(
                 if shown is not None:
                     shown(Progress(total, 0, report.bytes))
 
-            report.files = write(opened, Output(target_path, overwrite, max_host_bytes, wrote))
+            output = Output(target_path, overwrite, max_host_bytes, storage_options, wrote)
+            report.files = write(opened, output)
         report.notes = notes + opened.notes
     report.seconds = time.perf_counter() - begun
     return report

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -94,7 +95,9 @@ def allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
-def read_exactly(stream: BinaryIO, count: int, path: str, name: str) -> bytearray | mmap.mmap:
+def read_exactly(
+    stream: io.BufferedIOBase, count: int, path: str, name: str
+) -> bytearray | mmap.mmap:
     """Reads ``count`` bytes from a file's current position.
 
     Args:
@@ -108,7 +111,7 @@ def read_exactly(stream: BinaryIO, count: int, path: str, name: str) -> bytearra
     remaining = memoryview(data)
     try:
         while remaining:
-            done = stream.readinto(remaining)  # type: ignore[attr-defined]
+            done = stream.readinto(remaining)
             if not done:
                 raise Corrupt(
                     f"{name}: {path} is truncated: {len(remaining)} bytes of the tensor are missing"

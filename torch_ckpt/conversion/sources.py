@@ -7,12 +7,14 @@ towards the memory of this process, which would be killed if another process tru
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
 
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.checkpoint.locating import format_of, is_step_number
+from torch_ckpt._base.paths import is_url
+from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES, format_of, is_step_number
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.conversion.input import Entry, Input, Path, allocate_tensor
 from torch_ckpt.conversion.torch_source import TorchInput
@@ -24,21 +26,27 @@ from torch_ckpt.options import ReadOptions
 _INFLIGHT_BYTES = 64 << 20
 
 
-def open_source(path: str, allow_pickle: bool) -> Input:
+def open_source(
+    path: str, allow_pickle: bool, storage_options: Mapping[str, Any] | None = None
+) -> Input:
     """Detects the format of a checkpoint, ``torch.save`` file or safetensors, and opens it.
+
+    The suffix of a URL must show that it is a file.
 
     Raises:
         FileNotFoundError: the path does not exist.
         CheckpointError: the format is unknown.
         Corrupt, Unsafe, OSError: the source cannot be read.
     """
-    if os.path.isdir(path) or (is_step_number(path) and not os.path.exists(path)):
-        return CheckpointInput(path, allow_pickle)
-    kind = format_of(path)
+    if is_url(path):
+        is_folder = not path.lower().endswith(TORCH_SUFFIXES)
+    else:
+        is_folder = os.path.isdir(path) or (is_step_number(path) and not os.path.exists(path))
+    kind = "safetensors" if is_folder else format_of(path, storage_options)
     if kind == "torch":
-        return TorchInput(path, allow_pickle)
+        return TorchInput(path, allow_pickle, storage_options)
     if kind == "safetensors":
-        return CheckpointInput(path, allow_pickle)
+        return CheckpointInput(path, allow_pickle, storage_options)
     raise CheckpointError(
         f"{path} is neither a safetensors file nor a zip archive written by torch.save. If it was "
         "written by torch older than 1.6, load it and save it again first"
@@ -48,9 +56,15 @@ def open_source(path: str, allow_pickle: bool) -> Input:
 class CheckpointInput(Input):
     """A checkpoint directory, with any sharding, or safetensors files."""
 
-    def __init__(self, path: str, allow_pickle: bool) -> None:
+    def __init__(
+        self, path: str, allow_pickle: bool, storage_options: Mapping[str, Any] | None
+    ) -> None:
         super().__init__()
-        options = ReadOptions(max_inflight_bytes=_INFLIGHT_BYTES, allow_pickle=allow_pickle)
+        options = ReadOptions(
+            max_inflight_bytes=_INFLIGHT_BYTES,
+            allow_pickle=allow_pickle,
+            storage_options=storage_options,
+        )
         self._stored = Checkpoint(path, options=options).open()
         metadata = self._stored.safetensors_metadata
         self.format = "dcp" if metadata is None else "safetensors"

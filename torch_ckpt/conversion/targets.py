@@ -1,16 +1,18 @@
 """Writes targets for ``convert``: safetensors files and checkpoint directories.
 
 A target appears only when it is complete. conversion/target_directory.py publishes files, and a
-checkpoint directory is committed like any save. torch_target.py writes ``torch.save`` files.
+checkpoint is committed like any save. torch_target.py writes ``torch.save`` files. At a URL, a
+safetensors file is one upload, and a checkpoint is saved by the target of ``save``.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -18,8 +20,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _C, _core
+from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.publishing import require_absent
+from torch_ckpt.checkpoint.folders import RemoteFolder
+from torch_ckpt.checkpoint.publishing import exists_error, require_absent
 from torch_ckpt.checkpoint.reading import in_waves
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
 from torch_ckpt.conversion.input import Entry, Input, Path
@@ -28,8 +32,11 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.transformers_config import CONFIG_NAME
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.items import encoded_with, resolve, results_of
+from torch_ckpt.saving.object_target import ObjectTarget
 from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.saving.write import Written, write_files
+from torch_ckpt.stores import open_store
+from torch_ckpt.stores.folder import ObjectFolder
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Output:
     path: str
     overwrite: bool  # replace an existing target
     wave_bytes: int  # maximum number of tensor bytes to hold in memory
+    storage_options: Mapping[str, Any] | None  # for a URL
     # Called with the number of tensor bytes written since the last call.
     wrote: Callable[[int], None]
 
@@ -58,7 +66,7 @@ def read_in_waves(
 
 
 def _write(
-    directory: OpenDirectory, prefix: str, sources: _C.SaveSources, target: Output
+    directory: OpenDirectory | ObjectFolder, prefix: str, sources: _C.SaveSources, target: Output
 ) -> Written:
     """Writes values with the engine."""
     title = f"save {os.path.basename(target.path)}"
@@ -89,9 +97,14 @@ def _dtype_name(entry: Entry) -> str:
 
 def write_safetensors(source: Input, target: Output) -> list[str]:
     """Writes one file and returns its path."""
-    layout = _lay_out(source, source.tensors)
-    with published_file(target.path, overwrite=target.overwrite) as stream:
-        _write_safetensors(source, layout, stream, target)
+    tensors, header = _lay_out(source, source.tensors)
+    pieces = _safetensors_pieces(source, tensors, header, target)
+    if is_url(target.path):
+        _upload(pieces, len(header) + sum(entry.nbytes for entry in tensors.values()), target)
+    else:
+        with published_file(target.path, overwrite=target.overwrite) as stream:
+            for piece in pieces:
+                stream.write(piece)
     return [target.path]
 
 
@@ -147,15 +160,25 @@ def _lay_out(source: Input, tensors: Mapping[str, Entry]) -> tuple[dict[str, Ent
     return {name: tensors[name] for name in order}, header
 
 
-def _write_safetensors(
-    source: Input, layout: tuple[dict[str, Entry], bytes], stream: BinaryIO, target: Output
-) -> None:
-    tensors, header = layout
-    stream.write(header)
+def _safetensors_pieces(
+    source: Input, tensors: Mapping[str, Entry], header: bytes, target: Output
+) -> Iterator[memoryview]:
+    """Yields the contents of a file."""
+    yield memoryview(header)
     for _name, tensor in read_in_waves(source, tensors, target):
-        for piece in host_pieces(as_bytes(tensor)):
-            stream.write(piece)
+        yield from host_pieces(as_bytes(tensor))
         target.wrote(tensor.nbytes)
+
+
+def _upload(pieces: Iterator[memoryview], bytes: int, target: Output) -> None:
+    """Stores a file at a URL."""
+    folder, name = os.path.split(target.path)
+    store = open_store(folder, target.storage_options)
+    with suppress(FileNotFoundError):
+        store.head(name)
+        if not target.overwrite:
+            raise exists_error(target.path)
+    store.put(name, pieces, bytes)
 
 
 # --- checkpoint directories ----------------------------------------------------------------------
@@ -178,28 +201,30 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_dcp(source: Input, target: Output) -> list[str]:
-    """Writes a checkpoint directory, a few tensors at a time, and returns its path."""
+    """Writes a checkpoint, a few tensors at a time, and returns its path."""
     path = target.path
-    is_new = not os.path.lexists(path)
-    if not is_new and not (os.path.isdir(path) and not os.listdir(path)):
-        require_absent(path, target.overwrite)
-    written_to = DirectoryTarget(path, WriteOptions(overwrite=target.overwrite))
+    is_new = not is_url(path) and not os.path.lexists(path)
+    written_to = _open_target(target)
     storage_meta = written_to.storage_meta()
     planner = _Planner()
     planner.set_up(source, storage_meta)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     items = {item.index.fqn: item for item in plan.items}
     results: list[WriteResult] = []
+    waves = itertools.count()
     written_to.open(0, 1)
-    assert written_to.lease is not None
     directory = written_to.directory
-    prefix = f"__0_{written_to.lease.tag}"
 
     def write(names: list[str], values: list[Any]) -> None:
         sources = _C.SaveSources()
         for name, value in zip(names, values, strict=True):
             sources.add(name, value)
-        written = _write(directory, _core.choose_prefix(directory, prefix), sources, target)
+        prefix = f"__0_{written_to.tag}"
+        if isinstance(directory, ObjectFolder):
+            prefix += f"{next(waves)}_"
+        else:
+            prefix = _core.choose_prefix(directory, prefix)
+        written = _write(directory, prefix, sources, target)
         results.extend(results_of([items[name] for name in names], written))
 
     try:
@@ -218,3 +243,22 @@ def write_dcp(source: Input, target: Output) -> list[str]:
         raise
     written_to.discard()
     return [path]
+
+
+def _open_target(target: Output) -> DirectoryTarget | ObjectTarget:
+    """Returns the target of a checkpoint.
+
+    Raises:
+        FileExistsError: there are files, and they must not be replaced.
+    """
+    path = target.path
+    options = WriteOptions(overwrite=target.overwrite, storage_options=target.storage_options)
+    if not is_url(path):
+        if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+            require_absent(path, target.overwrite)
+        return DirectoryTarget(path, options)
+    if not target.overwrite:
+        with suppress(FileNotFoundError):
+            RemoteFolder(path, target.storage_options).names()
+            raise exists_error(target.path)
+    return ObjectTarget(path, options)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import pickle
 import struct
 import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import some_of
+from torch_ckpt.checkpoint.folders import open_file
 from torch_ckpt.checkpoint.tensor_bytes import BITS
 from torch_ckpt.conversion.input import Entry, Input, allocate_tensor, first_line, read_exactly
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
@@ -24,6 +26,9 @@ from torch_ckpt.inspection.elements import QUANTIZED
 
 # Size of the pieces in which records are read to compute their checksums.
 _PIECE_BYTES = 1 << 20
+
+# Headers of neighboring records often fit in one read.
+_BUFFER_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ class TorchInput(Input):
 
     format = "torch"
 
-    def __init__(self, path: str, allow_pickle: bool) -> None:
+    def __init__(
+        self, path: str, allow_pickle: bool, storage_options: Mapping[str, Any] | None
+    ) -> None:
         super().__init__()
         self._path = path
         self._views: dict[str, _View] = {}
@@ -52,7 +59,7 @@ class TorchInput(Input):
         self._verified: set[int] = set()
         # Archive entries, by the offset of their data.
         self._records: dict[int, zipfile.ZipInfo] = {}
-        self._stream: BinaryIO = open(path, "rb")  # noqa: SIM115  closed by close()
+        self._stream = io.BufferedReader(open_file(path, storage_options), _BUFFER_BYTES)
         try:
             self._find_records()
             self._list(self._load_skeleton(allow_pickle))
@@ -99,7 +106,8 @@ class TorchInput(Input):
     def _load_skeleton(self, allow_pickle: bool) -> Mapping[Any, Any]:
         """Loads the saved dict with meta tensors, whose storages have offsets in the file."""
         try:
-            loaded = torch.load(self._path, map_location="meta", weights_only=not allow_pickle)
+            self._stream.seek(0)
+            loaded = torch.load(self._stream, map_location="meta", weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
             if allow_pickle:
                 raise Corrupt(f"{self._path}: {first_line(error)}") from error

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,19 +43,21 @@ def diff(
     rtol: float | None = None,
     max_inflight_bytes: int = 256 << 20,
     progress: ProgressOption = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> DiffReport:
     """Compares two checkpoints written by torch_ckpt or stock torch. Each can have any sharding.
 
     Args:
         a, b: checkpoint directories. If a run is saved in ROOT, pass ``ROOT/40`` for step 40, or
             ``ROOT`` for the newest step. Can also be safetensors files, or directories of
-            safetensors files.
+            safetensors files, or URLs of any of these.
         names: names, prefixes ("model" selects "model.*") or :mod:`fnmatch` patterns to compare;
             None compares everything.
         atol, rtol: values are equal if ``|a - b| <= atol + rtol * |b|``; both default to 0. If
             either is given, tensors that differ only in dtype also count as equal.
         max_inflight_bytes: memory limit in bytes, not counting the metadata.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
+        storage_options: see :class:`torch_ckpt.ReadOptions`; for both checkpoints.
 
     Returns:
         All differences; ``report.equal`` is True if there are none.
@@ -79,7 +82,7 @@ def diff(
     require_at_least("max_inflight_bytes", max_inflight_bytes, 8 * LEAST_INFLIGHT_BYTES)
     # A quarter for each side's values, one for the readers and one for the comparison.
     quarter = max_inflight_bytes // 4
-    options = ReadOptions(max_inflight_bytes=quarter)
+    options = ReadOptions(max_inflight_bytes=quarter, storage_options=storage_options)
     with ExitStack() as stack:
         try:
             one, other = (stack.enter_context(Checkpoint(path, options=options)) for path in (a, b))

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,22 +81,25 @@ class Explanation(Report):
         yield from map(printable, self.remarks)
 
 
-def explain(path: str | os.PathLike[str]) -> Explanation:
+def explain(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Explanation:
     """Reports what each rank wrote to a checkpoint, and which phases were slow.
 
     Reads only the metadata, which stock torch may have written, and the lengths of the files.
 
     Args:
         path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, or ROOT for its newest
-            step.
+            step; or the URL of one of these.
+        storage_options: see :class:`torch_ckpt.ReadOptions`.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
         Unsafe, Corrupt, CheckpointError: the metadata cannot be read.
     """
-    opened = open_checkpoint(path)
-    with closing(opened.directory):
-        index = read_index(opened.directory, opened.safetensors)
+    opened = open_checkpoint(path, storage_options)
+    with closing(opened.folder):
+        index = read_index(opened.folder, opened.safetensors)
         faults = list_opened(opened, index).faults
     shares = _share_of_each_rank(index)
     ranks = sorted(shares.values(), key=lambda share: (share.rank is None, share.rank))

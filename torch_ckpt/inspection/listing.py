@@ -7,16 +7,16 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
-from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt._base.paths import is_url
+from torch_ckpt.checkpoint.folders import Folder, names_if_listed
 from torch_ckpt.checkpoint.index import METADATA_NAME, locations_of, read_index
 from torch_ckpt.checkpoint.locating import OpenCheckpoint, open_checkpoint
 from torch_ckpt.errors import CheckpointError, Unsafe
@@ -63,11 +63,12 @@ class _File:
 class Listing(Report):
     """The items, files and totals of one checkpoint."""
 
-    path: str  # the checkpoint directory
+    path: str  # the checkpoint directory or its URL
     items: list[_Item]  # in natural order of their names
     files: list[_File]  # in natural order of their names
     disk_bytes: int  # size of the referenced files and the metadata
-    committed: datetime  # modification time of the metadata, in the local time zone
+    # Modification time of the metadata, in the local time zone; None if a store does not report it.
+    committed: datetime | None
     shows_files: bool = False  # whether ``blocks`` has the files instead of the items
 
     @property
@@ -125,14 +126,15 @@ class Listing(Report):
             if len(self.parts) < len(self.items):
                 yield self._part_table()
                 yield ""
-        totals = (
+        totals = [
             plural(self.tensors, "tensor"),
             f"{self.parameters:,} {'parameter' if self.parameters == 1 else 'parameters'}",
             plural(len(self.items) - self.tensors, "object"),
             plural(len(self.referenced), "file"),
             f"{size(self.disk_bytes)} on disk",
-            f"committed {self.committed:%Y-%m-%d %H:%M:%S %z}",
-        )
+        ]
+        if self.committed is not None:
+            totals.append(f"committed {self.committed:%Y-%m-%d %H:%M:%S %z}")
         yield f"total: {', '.join(totals)}"
 
     def _item_table(self) -> Table:
@@ -191,7 +193,7 @@ class Listing(Report):
                 "keys": [asdict(part) for part in self.parts],
                 "files": len(self.referenced),
                 "disk_bytes": self.disk_bytes,
-                "committed": self.committed.isoformat(),
+                "committed": None if self.committed is None else self.committed.isoformat(),
             },
         }
 
@@ -235,13 +237,17 @@ def select_names(names: Iterable[str], patterns: Sequence[str] | None, path: obj
 
 def is_damage(error: Exception) -> bool:
     """Returns False for an OSError that does not mean that a file is damaged."""
-    return not isinstance(error, OSError) or _core.is_file_damage(error.errno or 0)
+    if not isinstance(error, OSError):
+        return True
+    if is_url(error.filename):
+        return isinstance(error, FileNotFoundError)
+    return _core.is_file_damage(error.errno or 0)
 
 
-def _check_file(directory: OpenDirectory, name: str, records: int, stored: int, end: int) -> _File:
+def _check_file(folder: Folder, name: str, records: int, stored: int, end: int) -> _File:
     """Checks a file against the metadata: its last record ends at `end`."""
     try:
-        length = directory.length_of(name)
+        length = folder.length_of(name)
     except FileNotFoundError:
         return _File(name, records, stored, None, "missing")
     except (OSError, Unsafe, ValueError) as error:
@@ -251,41 +257,46 @@ def _check_file(directory: OpenDirectory, name: str, records: int, stored: int, 
     return _File(name, records, stored, length, "ok" if length >= end else "too short")
 
 
-def _find_unreferenced(directory: Path, referenced: Iterable[str]) -> list[_File]:
+def _find_unreferenced(folder: Folder, referenced: Iterable[str]) -> list[_File]:
     """Finds data files that the metadata does not name, such as from an interrupted save."""
     known = set(referenced)
     found = []
-    for path in directory.glob("*.distcp"):
-        if path.name in known:
+    for name in names_if_listed(folder):
+        if not name.endswith(".distcp") or name in known:
             continue
-        # A concurrent save may have removed the file. Do not follow links.
+        # A concurrent save may have removed the file.
         with suppress(FileNotFoundError):
-            found.append(_File(path.name, 0, 0, path.lstat().st_size, "unreferenced"))
+            found.append(_File(name, 0, 0, folder.status(name).bytes, "unreferenced"))
     return found
 
 
-def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> Listing:
+def examine(
+    path: str | os.PathLike[str],
+    names: Sequence[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Listing:
     """Lists a checkpoint from its metadata and file lengths.
 
     Args:
         path: a checkpoint directory, ``ROOT/40`` for step 40 of a run, ROOT for its newest step, a
-            safetensors file, or a directory of safetensors files.
+            safetensors file, or a directory of safetensors files; or the URL of one of these.
         names: names, prefixes or :mod:`fnmatch` patterns; None lists everything. Only files
             with a selected item are listed.
+        storage_options: see :class:`torch_ckpt.ReadOptions`.
 
     Raises:
         CheckpointError, OSError: no checkpoint can be read, or a pattern matches no name.
     """
-    opened = open_checkpoint(path)
-    with closing(opened.directory):
-        return list_opened(opened, read_index(opened.directory, opened.safetensors), names)
+    opened = open_checkpoint(path, storage_options)
+    with closing(opened.folder):
+        return list_opened(opened, read_index(opened.folder, opened.safetensors), names)
 
 
 def list_opened(
     opened: OpenCheckpoint, index: _core.CheckpointIndex, patterns: Sequence[str] | None = None
 ) -> Listing:
     """Combines the metadata with the file lengths. Reads no data. See :func:`examine`."""
-    directory = Path(opened.directory.path)
+    folder = opened.folder
     chosen = select_names(index.names(), patterns, opened.path)
     records, stored, ends = Counter[str](), Counter[str](), Counter[str]()
 
@@ -317,17 +328,22 @@ def list_opened(
         shards = [shard for _name, shard in index.undescribed_records()]
         count((file, at, length) for _o, _s, file, at, length, _t in shards if file is not None)
 
-    named = [_check_file(opened.directory, f, records[f], stored[f], ends[f]) for f in records]
-    # An index of safetensors files is written after the files.
-    status = (directory / (opened.safetensors or METADATA_NAME)).stat()
-    metadata_bytes = 0 if opened.safetensors in records else status.st_size
     # With patterns, `records` lacks the files of other names.
     is_complete = patterns is None and opened.safetensors is None
-    files = [*named, *(_find_unreferenced(directory, records) if is_complete else [])]
+    # The listing of a store has the sizes of all files.
+    unreferenced = _find_unreferenced(folder, records) if is_complete else []
+    named = [_check_file(folder, f, records[f], stored[f], ends[f]) for f in records]
+    # An index of safetensors files is written after the files.
+    status = folder.status(opened.safetensors or METADATA_NAME)
+    metadata_bytes = 0 if opened.safetensors in records else status.bytes
+    files = [*named, *unreferenced]
+    committed = None
+    if status.modified is not None:
+        committed = datetime.fromtimestamp(status.modified).astimezone()
     return Listing(
         path=opened.path,
         items=items,
         files=sorted(files, key=lambda file: natural_order(file.name)),
         disk_bytes=metadata_bytes + sum(file.disk_bytes or 0 for file in named),
-        committed=datetime.fromtimestamp(status.st_mtime).astimezone(),
+        committed=committed,
     )

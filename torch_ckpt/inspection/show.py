@@ -13,7 +13,7 @@ import json
 import math
 import os
 import pprint
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -227,6 +227,7 @@ def show(
     first: int = 6,
     allow_pickle: bool = False,
     progress: ProgressOption = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ShowReport:
     """Reads tensors and objects from a checkpoint written by torch_ckpt or stock torch.
 
@@ -236,13 +237,14 @@ def show(
     Args:
         path: a checkpoint directory. If a run is saved in ROOT, pass ``ROOT/40`` for step 40, or
             ``ROOT`` for the newest step. Can also be a safetensors file, or a directory of
-            safetensors files.
+            safetensors files, or the URL of any of these.
         names: names, prefixes ("model" selects "model.*") or :mod:`fnmatch` patterns to show; None
             shows everything.
         first: number of values to show for each tensor.
         allow_pickle: unpickle objects of any type. Unpickling can run code from the checkpoint, so
             use this option only for trusted checkpoints.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
+        storage_options: see :class:`torch_ckpt.ReadOptions`.
 
     Returns:
         The tensors and objects, and the names of the damaged tensors and objects. Checksums are
@@ -265,7 +267,11 @@ def show(
     if first < 0:
         raise ValueError(f"first must not be negative, got {first}")
     try:
-        options = ReadOptions(max_inflight_bytes=_INFLIGHT_BYTES, allow_pickle=allow_pickle)
+        options = ReadOptions(
+            max_inflight_bytes=_INFLIGHT_BYTES,
+            allow_pickle=allow_pickle,
+            storage_options=storage_options,
+        )
         with Checkpoint(path, options=options) as stored:
             chosen = select_names(
                 stored.names, None if names is None else list(names), stored.location

@@ -1,6 +1,7 @@
 """``verify``: checks an entire checkpoint against its checksums, without loading it.
 
-1. Take a shared lock on the directory, as a load does, and read the metadata.
+1. Take a shared lock on the directory, as a load does, and read the metadata. Beneath a URL there
+   are no locks, but an object that is replaced during the verification is an error.
 2. Check that the metadata locates every shard, that the shards cover their tensors, and that no
    file is shorter or longer than its records.
 3. Have the engine read every record and check it against all its checksums: those of blocks,
@@ -15,9 +16,8 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,7 +25,8 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Report, plural, printable, size, some_of
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
-from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
+from torch_ckpt.checkpoint.directory import share_or_warn
+from torch_ckpt.checkpoint.folders import Folder, names_if_listed
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in, read_safetensors
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME
@@ -82,11 +83,11 @@ class VerifyReport(Report):
             locate completely.
         unread: records and files that could not be read for a reason other than damage, such as too
             few file descriptors or a lack of permission. These records and files can still be
-            intact.
+            intact. Empty for URLs.
         unverifiable: names of records without a checksum that covers every byte, such as records
             written with ``torch.serialization.set_crc32_options(False)``.
         unreferenced: files in the directory that the metadata does not name. These do not count as
-            damage. Empty for safetensors files.
+            damage. Empty for safetensors files, and if a store does not list its objects.
 
     Example::
 
@@ -168,6 +169,7 @@ def verify(
     max_inflight_bytes: int = 256 << 20,
     direct_io: bool | str = "auto",
     progress: ProgressOption = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Reads an entire checkpoint and verifies it against all its checksums.
 
@@ -178,11 +180,12 @@ def verify(
     Args:
         checkpoint_id: a checkpoint directory. If a run is saved in ROOT, pass ``ROOT/40`` for step
             40, or ``ROOT`` for the newest step. Can also be a safetensors file, or a directory of
-            safetensors files.
+            safetensors files, or the URL of any of these.
         thread_count: number of concurrent reads; None means 8.
         max_inflight_bytes: memory limit in bytes, not counting the metadata.
         direct_io: bypass the page cache; "auto" does so only for data that is not cached.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
+        storage_options: see :class:`torch_ckpt.ReadOptions`.
 
     Returns:
         All faults found; ``report.ok`` is True if there are none.
@@ -190,7 +193,7 @@ def verify(
     Raises:
         FileNotFoundError: there is no committed checkpoint.
         Unsafe, Corrupt: the metadata cannot be read.
-        OSError: the directory cannot be read.
+        OSError: the directory cannot be read, or a request to a store has failed.
         ValueError: an option is out of range.
 
     Example::
@@ -202,21 +205,23 @@ def verify(
         thread_count=thread_count, max_inflight_bytes=max_inflight_bytes, direct_io=direct_io
     )
     begun = time.perf_counter()
-    directory, path, safetensors = open_checkpoint(checkpoint_id)
-    with closing(share_or_warn(directory)):
+    folder, path, safetensors = open_checkpoint(checkpoint_id, storage_options)
+    with closing(share_or_warn(folder)):
         report = VerifyReport(path)
-        verification = _core.CheckpointVerification(directory)
-        if safetensors is not None:
-            verification.add(read_safetensors(directory, safetensors).index)
-        else:
-            metadata = _metadata_names(directory)
-            for name in metadata:
-                verification.add(read_index_in(directory, name))
-            report.unreferenced = _unreferenced(directory, verification, metadata)
+        verification = _core.CheckpointVerification(folder)
+        with folder.own_errors():
+            if safetensors is not None:
+                verification.add(read_safetensors(folder, safetensors).index)
+            else:
+                present = names_if_listed(folder)
+                metadata = _metadata_names(present)
+                for name in metadata:
+                    verification.add(read_index_in(folder, name))
+                report.unreferenced = _unreferenced(folder, present, verification, metadata)
         report.records, total = verification.records, verification.bytes
         report.bytes = total
         title = f"verify {os.path.basename(os.path.normpath(report.checkpoint))}"
-        with reporting(progress, title, None, total) as shown:
+        with reporting(progress, title, None, total) as shown, folder.own_errors():
             verification.run(options, shown and (lambda done: shown(Progress(total, 0, done))))
     for fault in verification.faults:
         if fault.kind == _core.FaultKind.INCOMPLETE:
@@ -230,30 +235,24 @@ def verify(
     return report
 
 
-def _metadata_names(directory: OpenDirectory) -> list[str]:
+def _metadata_names(present: list[str]) -> list[str]:
     """Returns the shared metadata file, or one per rank if ranks saved without collectives."""
-    present = directory.names()
     of_ranks = sorted(name for name in present if _METADATA_OF_RANK.match(name))
     return of_ranks if of_ranks and METADATA_NAME not in present else [METADATA_NAME]
 
 
 def _unreferenced(
-    directory: OpenDirectory, verification: _core.CheckpointVerification, metadata: list[str]
+    folder: Folder,
+    present: list[str],
+    verification: _core.CheckpointVerification,
+    metadata: list[str],
 ) -> list[str]:
     """Returns the files that no metadata names; ignores directories."""
     own = set(metadata)
-    if STEP_NAME.match(os.path.basename(os.path.normpath(directory.path))):
+    if STEP_NAME.match(os.path.basename(os.path.normpath(folder.path))):
         own |= {MARKER_NAME, PINNED_NAME}
     return sorted(
         name
-        for name in directory.names()
-        if name not in own and not verification.names_file(name) and _is_file(directory, name)
+        for name in present
+        if name not in own and not verification.names_file(name) and folder.is_file(name)
     )
-
-
-def _is_file(directory: OpenDirectory, name: str) -> bool:
-    try:
-        return not stat.S_ISDIR(os.stat(name, dir_fd=directory.fd).st_mode)
-    except OSError:
-        # A dangling link.
-        return True

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.loading.reader import FileSystemReader
-from torch_ckpt.options import named_options
+from torch_ckpt.options import ReadOptions, named_options
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import reraise_torch_failures
 from torch_ckpt.state.states import States
@@ -76,7 +76,8 @@ def load_by_dcp(
             process_group=process_group,
             no_dist=not ranks.distributed,
         )
-    return Checkpoint(source.title)
+    read = ReadOptions(storage_options=source.options.storage_options)
+    return Checkpoint(source.title, options=read)
 
 
 def _require_states(state_dict: dict[str, Any]) -> None:

@@ -200,7 +200,8 @@ class BackgroundSave(SaveRun):
             return
         self._is_calling_back = True
         try:
-            self._on_commit(Checkpoint(self.metrics.path, self.metrics, seal))
+            path, options = self.metrics.path, self._target.read_options
+            self._on_commit(Checkpoint(path, self.metrics, seal, options))
         except BaseException as error:  # torch's CheckpointException is not an Exception
             raise OnCommitFailed(
                 f"on_commit failed ({error}); the checkpoint in {self.metrics.path} is committed"

@@ -155,7 +155,7 @@ class SaveRun:
                 )
         finally:
             self._end()
-        return Checkpoint(self._target.path, self.metrics, seal)
+        return Checkpoint(self._target.path, self.metrics, seal, self._target.read_options)
 
     def progress(self) -> Progress:
         """Returns the progress of this rank's write, in bytes."""

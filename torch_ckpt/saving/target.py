@@ -28,7 +28,7 @@ from torch_ckpt._base.paths import absolute, refuse_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.lease import DirectoryLease, refuse_hidden_save, remove_own
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.options import WriteOptions
+from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.write import Written
@@ -66,6 +66,10 @@ class Target:
         require_instance("options", options, WriteOptions)
         self.path = os.fspath(path)
         self.options = options
+        #: For reads of the checkpoint that was saved.
+        self.read_options = DEFAULT_READ_OPTIONS
+        if options.storage_options is not None:
+            self.read_options = ReadOptions(storage_options=options.storage_options)
         #: Lower bound on the bytes that all ranks write; set on each rank before :meth:`open`.
         self.expected_bytes = 0
         #: True while the target does work that may take long but moves no bytes.

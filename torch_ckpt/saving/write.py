@@ -103,7 +103,7 @@ def write_files(
     identity = DirectoryIdentity.of(directory)
     _core.fault_point("engine begins", directory.path)
     save.start(
-        directory.files if isinstance(directory, ObjectFolder) else directory,
+        directory,
         prefix,
         sources,
         buckets=options.files,

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch_ckpt.checkpoint.marker import encoded_marker
-from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
+from torch_ckpt.checkpoint.step_names import DELETED_NAME, MARKER_NAME, PINNED_NAME
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.object_target import ObjectTarget
@@ -36,9 +36,6 @@ from torch_ckpt.saving.target import Opened
 from torch_ckpt.steps.step_store import refuse_complete_step
 from torch_ckpt.stores import Entry, ObjectStore
 from torch_ckpt.stores.store_errors import unknown_outcome
-
-#: An object that marks a step as deleted, so that an interrupted deletion can be completed later.
-DELETED_NAME = "deleted"
 
 
 class ObjectStepTarget(ObjectTarget):

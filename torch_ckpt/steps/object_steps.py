@@ -30,12 +30,17 @@ from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker
 from torch_ckpt.checkpoint.source import Source
-from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
+from torch_ckpt.checkpoint.step_names import (
+    DELETED_NAME,
+    MARKER_NAME,
+    PINNED_NAME,
+    STEP_NAME,
+    step_name,
+)
 from torch_ckpt.options import ReadOptions, WriteOptions
 from torch_ckpt.saving.target import Target
 from torch_ckpt.steps.lease_object import LeaseObject
 from torch_ckpt.steps.object_step_target import (
-    DELETED_NAME,
     ObjectStepTarget,
     is_saving,
     objects_of,

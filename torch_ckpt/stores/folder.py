@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import warn
-from torch_ckpt.stores.object_store import Entry, ObjectStore
+from torch_ckpt.stores.object_store import Entry, ObjectStore, Version
 
 # Seconds between two checks that the save still runs.
 _REST_SECONDS = 0.2
@@ -35,6 +35,7 @@ class ObjectFolder:
         path: URL of the checkpoint.
         store: the objects.
         files: the argument of the engine's calls.
+        versions: the versions of the objects that :meth:`read` has read.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -43,6 +44,7 @@ class ObjectFolder:
         # The engine's store keeps this object alive, so the object must not refer to the folder.
         self._calls = _Files(store)
         self.files = _core.Store(self.path, self._calls)
+        self.versions: dict[str, Version] = {}
 
     def identity(self) -> tuple[int, int, int, int]:
         """Returns zeros: one URL is one folder on all hosts."""
@@ -50,7 +52,8 @@ class ObjectFolder:
 
     def read(self, name: str, limit: int) -> bytes:
         """Reads an object of at most ``limit`` bytes."""
-        return self.store.read(name, limit)[0]
+        data, self.versions[name] = self.store.read(name, limit)
+        return data
 
     def remove_written(self) -> None:
         """Ends unfinished uploads, and deletes the objects that this process has written. Warns if

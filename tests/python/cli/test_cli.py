@@ -272,19 +272,34 @@ def test_a_pipe_that_is_closed_after_the_last_line_keeps_the_exit_code(stored: P
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        "ls URL",
-        "show URL",
-        "verify URL",
-        "diff a URL",
-        "convert URL b",
-        "convert a URL",
-        "doctor URL",
-    ],
+    ["doctor URL", "apply URL b", "apply a URL", "apply a b --out URL", "convert a b --config URL"],
 )
 def test_commands_on_directories_refuse_urls(run: Run, arguments: str) -> None:
-    words = arguments.replace("URL", "s3://bucket/run").split()
-    assert "only steps, gc, delete, pin and unpin accept URLs" in run(*words, code=2)
+    words = arguments.replace("URL", "s3://user:secret@bucket/run").split()
+    assert "must be a local path" in run(*words, code=2)
+    assert "secret" not in run.err
+
+
+def test_commands_on_checkpoints_accept_urls(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://{tmp_path}/c"
+    torch_ckpt.save({"w": torch.ones(3, 4), "n": 5}, url, no_dist=True)
+    assert "1 tensor, 12 parameters, 1 object" in run("ls", url)
+    assert "no damage found" in run("verify", url)
+    assert "[0:3, 0:4]" in run("show", url, "w")
+    assert "1 rank wrote 2 records" in run("explain", url)
+    run("convert", url, f"{url}.safetensors", "--tensors-only")
+    run("diff", url, f"{url}.safetensors", "w")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["ls URL", "verify URL", "show URL", "explain URL", "diff URL a", "convert URL a"]
+)
+def test_a_url_that_is_not_allowed_is_refused_in_one_line(run: Run, arguments: str) -> None:
+    error = run(*arguments.replace("URL", "s3://user:secret@bucket/run").split(), code=2)
+    assert "user name or a password" in error
+    assert "secret" not in error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
