@@ -11,7 +11,6 @@ import torch
 from torch_ckpt._core import (
     CheckpointIndex,
     Directory,
-    FetchPlan,
     InStore,
     ObjectRead,
     ProcessChannel,
@@ -317,8 +316,6 @@ class TensorReads:
         Splits only reads from files for whose names ``can_split`` returns True.
         """
 
-    def fetch_plan(self, tables: CheckpointIndex | dict[str, bytes], verify: bool) -> FetchPlan:
-        """Plans which bytes of remote files these reads need; ``tables`` as for ``load``."""
     def subset(self, numbers: list[int]) -> TensorReads: ...
     @property
     def has_transformed(self) -> bool: ...

@@ -284,21 +284,6 @@ def load_bytes(
 ) -> list[bytes]:
     """Reads the records of objects. ``tables`` has the checksum table of each file."""
 
-class FetchPlan:
-    """Plans which bytes of remote data files a load reads; see csrc/engine/fetch_plan.h.
-
-    A range has file name, begin and end. The reads of tensors have their plan in
-    ``torch_ckpt._C.TensorReads``.
-    """
-
-    def __init__(self, reads: list[ObjectRead]) -> None: ...
-    def ends(self) -> list[tuple[str, int, int]]:
-        """Ranges to fetch before the waves are planned."""
-    def waves(
-        self, copies: Directory, max_bytes: int
-    ) -> list[tuple[list[int], list[tuple[str, int, int]]]]:
-        """Numbers of the reads and ranges of each wave. ``copies`` contains copies of the files."""
-
 def is_file_damage(error_number: int) -> bool:
     """True if an errno indicates a damaged file rather than a failing machine."""
 

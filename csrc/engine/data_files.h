@@ -25,6 +25,7 @@ class DataFiles {
         direct_io_(direct_io),
         files_(names_.size()) {}
 
+  bool are_in_store() const { return folder_.store() != nullptr; }
   std::string path(std::size_t file) const { return folder_.path_of(names_[file]); }
 
   /// Registers a unit, which must call release() when it is done. Register all units before the

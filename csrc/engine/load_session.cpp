@@ -73,7 +73,7 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(Context& context, Folder
                                                         const LoadOptions& given) {
   LoadOptions options = given;
   options.max_scratch_bytes -= options.target_bytes;
-  if (folder.store() != nullptr) options.chunk_bytes = kStoreReadBytes;
+  if (folder.store() != nullptr) options.chunk_bytes = kStoreChunkBytes;
   std::vector<const planning::Region*> regions;
   std::vector<const Target*> targets;
   regions.reserve(reads.size());

@@ -87,6 +87,10 @@ void ReadPipeline::plan(std::vector<planning::WantedRecord> wanted, std::uint64_
   // Pieces must not split a block, because each block is checked within one piece.
   limits.cut_bytes = std::max(limits.cut_bytes, block_bytes);
   limits.piece_bytes = std::max(planning::piece_bytes_for(bytes, threads_), limits.cut_bytes);
+  if (files_.are_in_store()) {
+    // One request for each piece, so that the requests of one record are made at once.
+    limits.piece_bytes = std::max<std::uint64_t>(limits.batch_bytes, limits.cut_bytes);
+  }
   units_ = planning::plan_reads(records_, limits);
   for (const planning::ReadUnit& unit : units_) {
     files_.expect_unit(file_of(unit));

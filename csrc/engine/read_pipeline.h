@@ -21,6 +21,7 @@
 #include "engine/results_channel.h"
 #include "error.h"
 #include "format/checksum_table.h"
+#include "os/file.h"
 #include "planning/read_plan.h"
 
 namespace torch_ckpt::engine {
@@ -32,9 +33,9 @@ struct ReadOptions {
   DirectIo direct_io = DirectIo::automatic;
 };
 
-/// Size of a read from a store. Large enough that the time between a request and its answer does
-/// not matter.
-inline constexpr std::size_t kStoreReadBytes = std::size_t{8} << 20;
+/// Scratch chunk for reads from a store, which has room for a request of 8 MiB. A request is large
+/// enough that the time until its answer does not matter.
+inline constexpr std::size_t kStoreChunkBytes = (std::size_t{8} << 20) + 2 * os::kDirectAlignment;
 
 /// A data file in the checkpoint directory, with its checksums from the metadata.
 struct LoadFile {

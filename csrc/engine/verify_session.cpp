@@ -17,7 +17,7 @@ Result<std::shared_ptr<VerifySession>> VerifySession::start(
     Context& context, Folder folder, std::vector<LoadFile> files,
     std::vector<planning::StoredRecord> records, const VerifyOptions& given) {
   VerifyOptions options = given;
-  if (folder.store() != nullptr) options.chunk_bytes = kStoreReadBytes;
+  if (folder.store() != nullptr) options.chunk_bytes = kStoreChunkBytes;
   auto scratch = choose_scratch(options, {}, {}, "a verification");
   if (!scratch) return scratch.error();
   std::shared_ptr<VerifySession> session(

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/fetch_plan.h"
 #include "planning/region.h"
 #include "python/bindings.h"
 #include "python/folder.h"
@@ -66,32 +65,6 @@ py::list load_bytes(const std::vector<const ObjectRead*>& reads, const py::objec
   return values;
 }
 
-/// Plans to fetch the complete records of objects.
-std::unique_ptr<engine::FetchPlan> fetch_plan(const std::vector<const ObjectRead*>& reads) {
-  index::NameTable names;
-  std::vector<planning::StoredRecord> records = records_of(reads, names);
-  const std::vector<std::optional<planning::Region>> entire;
-  return std::make_unique<engine::FetchPlan>(files_with_tables(names, py::dict()),
-                                             std::move(records), entire, false);
-}
-
-/// Returns file name, begin and end of each range.
-py::list ranges_of(const engine::FetchPlan& plan, const std::vector<engine::FileRange>& ranges) {
-  return list_of(ranges, [&](const engine::FileRange& range) {
-    return py::make_tuple(text_of(plan.file_name(range.file)), range.bytes.begin, range.bytes.end);
-  });
-}
-
-/// Returns the numbers of the reads and the ranges of each wave.
-py::list waves_of(const engine::FetchPlan& plan, const py::object& directory,
-                  std::uint64_t max_bytes) {
-  const engine::Folder copies = folder_of(directory);
-  const auto waves = without_gil([&] { return plan.waves(copies, max_bytes); });
-  return list_of(waves, [&](const engine::FetchPlan::Wave& wave) {
-    return py::make_tuple(wave.reads, ranges_of(plan, wave.ranges));
-  });
-}
-
 }  // namespace
 
 void bind_read(py::module_& module) {
@@ -113,10 +86,6 @@ void bind_read(py::module_& module) {
       .def_readonly("target", &ObjectRead::target);
   module.def("load_bytes", &load_bytes, py::arg("reads"), py::kw_only(), py::arg("directory"),
              py::arg("tables"), py::arg("options"));
-  py::class_<engine::FetchPlan>(module, "FetchPlan")
-      .def(py::init(&fetch_plan), py::arg("reads"))
-      .def("ends", [](const engine::FetchPlan& plan) { return ranges_of(plan, plan.ends()); })
-      .def("waves", &waves_of, py::arg("copies"), py::arg("max_bytes"));
 }
 
 }  // namespace torch_ckpt::python

@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/fetch_plan.h"
 #include "planning/region.h"
 #include "planning/strides.h"
 #include "python/folder.h"
@@ -105,23 +104,6 @@ std::vector<std::size_t> load(const TensorReads& reads, const py::object& direct
   return without_gil([&] { return waves.run(); });
 }
 
-std::unique_ptr<engine::FetchPlan> fetch_plan(const TensorReads& reads, const py::object& tables,
-                                              bool verify) {
-  std::vector<planning::StoredRecord> records;
-  std::vector<std::optional<planning::Region>> regions;
-  for (const TensorRead& read : reads.reads()) {
-    records.push_back(read.record);
-    auto& region = regions.emplace_back();
-    if (read.record.dtype == nullptr) continue;
-    const std::size_t item_bytes = read.dtype.item_bytes();
-    const Numbers strides = planning::row_major_strides(read.tensor.sizes());
-    region = planning::Region::of_box(read.record.sizes, {}, read.region_offsets,
-                                      read.region_lengths, strides, item_bytes, item_bytes);
-  }
-  return std::make_unique<engine::FetchPlan>(files_with_tables(reads.files(), tables),
-                                             std::move(records), regions, verify);
-}
-
 /// Lets signal handlers run, while the GIL is held.
 Result<> check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -209,7 +191,6 @@ void bind_reads(py::module_& module) {
           },
           py::arg("max_bytes"), py::arg("can_split"))
       .def("subset", &TensorReads::subset, py::arg("numbers"))
-      .def("fetch_plan", &fetch_plan, py::arg("tables"), py::arg("verify"))
       .def_property_readonly("stored_bytes", &TensorReads::stored_bytes)
       .def_property_readonly("has_transformed",
                              [](const TensorReads& reads) {

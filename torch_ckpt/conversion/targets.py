@@ -261,4 +261,4 @@ def _open_target(target: Output) -> DirectoryTarget | ObjectTarget:
         with suppress(FileNotFoundError):
             RemoteFolder(path, target.storage_options).names()
             raise exists_error(target.path)
-    return ObjectTarget(path, options)
+    return ObjectTarget(open_store(path, target.storage_options), options)

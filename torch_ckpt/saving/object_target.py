@@ -143,6 +143,8 @@ class ObjectTarget(CheckpointTarget):
         try:
             former = self.read_replaced()
             replaced = set() if former is None else set(decode_index(former, url).files())
+        except Changed:
+            pass  # The exchange below finds it, too.
         except (OSError, CheckpointError) as error:
             warn(f"{url}: the objects of the replaced checkpoint remain: {error}")
         self.store_metadata(data)

@@ -3,7 +3,7 @@
 1. A step has its final name from the start: ``0000000100/`` with the objects of a checkpoint. The
    step is complete if it has the marker ``write_completed`` and no object ``deleted``.
 2. A save stores data objects under names that no other save uses, then ``.metadata`` on a
-   condition, and the marker last (object_step_target.py).
+   condition, and the marker last (object_step.py).
 3. A deletion stores an object ``deleted``, then deletes the marker, the other objects, and
    ``deleted`` last.
 4. A sweep completes deletions. It also deletes steps without a marker that this process is not
@@ -22,14 +22,13 @@ from __future__ import annotations
 import errno
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker
-from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.checkpoint.step_names import (
     DELETED_NAME,
     MARKER_NAME,
@@ -38,17 +37,15 @@ from torch_ckpt.checkpoint.step_names import (
     step_name,
 )
 from torch_ckpt.options import ReadOptions, WriteOptions
-from torch_ckpt.saving.target import Target
 from torch_ckpt.steps.lease_object import LeaseObject
-from torch_ckpt.steps.object_step_target import (
-    ObjectStepTarget,
-    is_saving,
-    objects_of,
-    remove_step,
-)
+from torch_ckpt.steps.step_objects import is_saving, objects_of, remove_step
 from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of, refuse_checkpoint
-from torch_ckpt.stores import Entry, ObjectStore, Version, open_store
+from torch_ckpt.stores import Entry, Version, open_store
 from torch_ckpt.stores.probe import PROBE_PREFIX, probe
+
+if TYPE_CHECKING:
+    from torch_ckpt.checkpoint.source import Source
+    from torch_ckpt.saving.target import Target
 
 #: Age of the newest object, in seconds, after which a step without a marker counts as a leftover.
 LEFTOVER_SECONDS = 3600.0
@@ -157,6 +154,8 @@ class ObjectSteps(StepStore):
     ) -> Target:
         """See :meth:`StepStore.target`. Ignores ``attempt``, because names of objects are unique
         without it, and ``make_room``, because stores do not report their free space."""
+        from torch_ckpt.steps.object_step import ObjectStepTarget
+
         return ObjectStepTarget(
             self._store.beneath(step_name(step)),
             step,
@@ -196,7 +195,10 @@ class ObjectSteps(StepStore):
     # --- private ---------------------------------------------------------------------------------
 
     def _source_of(self, step: int, options: ReadOptions) -> Source:
-        return _StepSource(self._store.beneath(step_name(step)), self._with_storage(options))
+        from torch_ckpt.steps.object_step import ObjectStepSource
+
+        store = self._store.beneath(step_name(step))
+        return ObjectStepSource(store, self._with_storage(options))
 
     def _require_lease(self) -> None:
         if self.lease is not None:
@@ -254,21 +256,6 @@ class ObjectSteps(StepStore):
 
     def _remove(self, name: str, objects: dict[str, Entry]) -> None:
         remove_step(self._store.beneath(name), objects)
-
-
-class _StepSource(Source):
-    """A step that is read. An incomplete step is refused, although it may have metadata."""
-
-    def __init__(self, store: ObjectStore, options: ReadOptions) -> None:
-        super().__init__(store.root.url, options)
-        self._store = store
-
-    def open(self, names: Sequence[str] = (METADATA_NAME,)) -> None:
-        if self._store.find(MARKER_NAME) is None:
-            raise FileNotFoundError(
-                errno.ENOENT, f"not a complete step: {MARKER_NAME} is missing", self.location
-            )
-        super().open(names)
 
 
 def _by_step(found: Iterable[Entry]) -> dict[str, dict[str, Entry]]:

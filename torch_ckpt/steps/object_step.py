@@ -1,6 +1,6 @@
-"""The target of a step beneath a URL.
+"""One step beneath a URL, as the target of a save and as the source of loads.
 
-The numbers are those of saving/object_target.py:
+The numbers are those of saving/object_target.py.
 
 1. The coordinator completes an interrupted deletion of the step. It refuses a complete step that
    the save must not replace.
@@ -22,19 +22,22 @@ the values of the new save, and the metrics and notes of the former.
 
 from __future__ import annotations
 
+import errno
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import encoded_marker
+from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.checkpoint.step_names import DELETED_NAME, MARKER_NAME, PINNED_NAME
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
-from torch_ckpt.options import WriteOptions
+from torch_ckpt.options import ReadOptions, WriteOptions
 from torch_ckpt.saving.object_target import ObjectTarget
 from torch_ckpt.saving.target import Opened
+from torch_ckpt.steps.step_objects import objects_of, open_targets, remove_step
 from torch_ckpt.steps.step_store import refuse_complete_step
-from torch_ckpt.stores import Entry, ObjectStore
+from torch_ckpt.stores import ObjectStore
 from torch_ckpt.stores.store_errors import unknown_outcome
 
 
@@ -64,12 +67,12 @@ class ObjectStepTarget(ObjectTarget):
 
     def open(self, rank: int, ranks: int) -> Opened:
         opened = super().open(rank, ranks)
-        _open.add(self)
+        open_targets.add(self)
         return opened
 
     def discard(self) -> None:
         super().discard()
-        _open.discard(self)
+        open_targets.discard(self)
 
     def require_replaceable(self) -> None:
         if self._store.find(DELETED_NAME) is not None:
@@ -126,23 +129,16 @@ class ObjectStepTarget(ObjectTarget):
         raise NotCommitted(str(error), number) from None
 
 
-# The targets that this process is writing to.
-_open: weakref.WeakSet[ObjectStepTarget] = weakref.WeakSet()
+class ObjectStepSource(Source):
+    """One step beneath a URL that is read. An incomplete step is refused, even with metadata."""
 
+    def __init__(self, store: ObjectStore, options: ReadOptions) -> None:
+        super().__init__(store.root.url, options)
+        self._store = store
 
-def is_saving(url: str) -> bool:
-    """True if this process is saving the step."""
-    return any(target.path == url for target in list(_open))
-
-
-def objects_of(step: ObjectStore) -> dict[str, Entry]:
-    """Lists the objects of a step by name."""
-    return {entry.name: entry for entry in step.list()}
-
-
-def remove_step(step: ObjectStore, names: Iterable[str]) -> None:
-    """Deletes the objects of a step, in the order of object_steps.py."""
-    others = set(names) - {MARKER_NAME, DELETED_NAME}
-    step.delete([MARKER_NAME])
-    step.delete(sorted(others))
-    step.delete([DELETED_NAME])
+    def open(self, names: Sequence[str] = (METADATA_NAME,)) -> None:
+        if self._store.find(MARKER_NAME) is None:
+            raise FileNotFoundError(
+                errno.ENOENT, f"not a complete step: {MARKER_NAME} is missing", self.location
+            )
+        super().open(names)
