@@ -4,7 +4,8 @@
     python examples/rl_publication.py --worker
 
 The trainer publishes a version every few steps, with the elements that have changed since the
-version before. If it is started again, it continues from the newest version. The worker, a process
+version before. If it is started again, it continues from the newest version. The root may be a URL,
+beneath which versions have no deltas. The worker, a process
 of its own as in an inference server, loads the newest version, and then applies deltas in place. If
 it has missed a version, it loads the newest one completely. Needs no GPU and no data, and takes
 some seconds.
@@ -13,7 +14,6 @@ some seconds.
 import argparse
 import os
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,11 @@ def train(arguments: argparse.Namespace) -> None:
                 publication.result()
             # Training continues as soon as the weights are copied.
             publication = async_publish(
-                get_model_state_dict(policy), arguments.root, version=step, delta=True, keep=3
+                get_model_state_dict(policy),
+                arguments.root,
+                version=step,
+                delta="://" not in arguments.root,
+                keep=3,
             )
     if publication is not None:
         publication.result()
@@ -76,8 +80,8 @@ def work(arguments: argparse.Namespace) -> None:
         try:
             torch_ckpt.apply_delta(newest.path, weights)
             how = "applied a delta"
-        except (torch_ckpt.CheckpointError, FileNotFoundError):
-            # The weights are not the base of the delta, and are unchanged; or there is none.
+        except (torch_ckpt.CheckpointError, FileNotFoundError, ValueError):
+            # The weights are not the base of the delta, and are unchanged; or there is no delta.
             torch_ckpt.load(weights, newest.path, no_dist=True)
             how = "loaded all weights"
         version = newest.step
@@ -90,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Publish a policy, or follow it.")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--publish-every", type=int, default=10)
-    parser.add_argument("--root", type=Path, default=Path("build/policy"))
+    parser.add_argument("--root", default="build/policy")
     parser.add_argument("--worker", action="store_true")
     arguments = parser.parse_args()
     (work if arguments.worker else train)(arguments)

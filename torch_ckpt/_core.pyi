@@ -528,8 +528,10 @@ class SafetensorsLayout:
         cast: str | None,
         max_shard_bytes: int,
         metadata: list[tuple[str, str]],
+        tag: str = "",
     ) -> None:
-        """Lays out the values of a plan. ``names`` has new names, in the order of the plan's."""
+        """Lays out the values of a plan. ``names`` has new names, in the order of the plan's.
+        ``tag`` becomes part of the names of the files, which then have an index in any case."""
     @staticmethod
     def of_tensors(
         tensors: list[tuple[str, str, list[int]]],
@@ -541,6 +543,25 @@ class SafetensorsLayout:
 
     def files(self) -> list[tuple[str, int]]:
         """The name of each file, and its size in bytes."""
+
+    @property
+    def index(self) -> bytes:
+        """The contents of the index; empty if a single file has none."""
+
+    def checksums(self, extras: list[tuple[str, bytes]], written: list[dict[str, bytes]]) -> bytes:
+        """The contents of the file of checksums. The arguments are those of
+        ``ModelSave.complete``; ``extras`` includes the index. Raises Corrupt if the ranks have not
+        written all bytes."""
+
+    def object_files(
+        self, coordinator: SaveCoordinator, prefix: str
+    ) -> tuple[list[bytes], list[list[bytes]], list[str]]:
+        """How the ranks store the files as objects; see csrc/planning/object_files.h.
+
+        Returns the places of each rank's values, for ``FlatState.parts``; the files that each rank
+        assembles, for ``FileAssembly``; and the names of the temporary objects: ``prefix``, the
+        rank, an underscore, the file, and ``.parts``.
+        """
 
     def places_of_plan(self, coordinator: SaveCoordinator, offers: list[bytes]) -> list[bytes]:
         """The places of each rank's values, for ``FlatState.parts``.
@@ -556,6 +577,36 @@ class SafetensorsLayout:
 
         A part is the number of its tensor, and its offsets and size in the tensor.
         """
+
+class FileAssembly:
+    """The assembly of a file from the objects of several ranks; see csrc/planning/object_files.h.
+
+    Raises Corrupt if the encoded description is damaged.
+    """
+
+    def __init__(self, encoded: bytes) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+
+    def object_name(self, object: int) -> str: ...
+    def ranges(self, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """The bytes of objects that the bytes from ``begin`` to ``end`` of the file consist of:
+        number of the object, offset and size. The head of the file is in no object."""
+
+    def copy_head(self, begin: int, out: bytearray) -> None:
+        """Copies the bytes of the head to ``out``, which has the file's bytes from ``begin`` on."""
+
+    def copy(self, object: int, offset: int, data: memoryview, begin: int, out: bytearray) -> None:
+        """Copies bytes of an object, from ``offset`` on, to their places in ``out``."""
+
+def names_in_checksums(encoded: bytes) -> list[str]:
+    """The names of the files in a file of checksums. Raises Corrupt if it is damaged."""
+
+def join_checksums(encoded: bytes, more: bytes) -> bytes:
+    """Adds the checksums of files that are only in ``more`` to a file of checksums."""
 
 class MemoryFile:
     """Memory that a rank offers to the ranks of its machine, to collect short writes."""

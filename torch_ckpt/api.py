@@ -22,7 +22,12 @@ from torch_ckpt._base.checks import require_choice
 from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.source import Source
-from torch_ckpt.huggingface.model_target import ModelTarget, Safetensors, refuse_model_options
+from torch_ckpt.huggingface.model_target import (
+    LocalModelTarget,
+    Safetensors,
+    refuse_model_options,
+)
+from torch_ckpt.huggingface.object_model import ObjectModelTarget
 from torch_ckpt.loading.load import LoadRun, Strict
 from torch_ckpt.loading.load import load as load_from
 from torch_ckpt.loading.renaming import Rename
@@ -438,14 +443,18 @@ def target_of(
     if removed:
         refuse_model_options(caller, removed)
     require_path(caller.__name__, checkpoint_id)
-    if isinstance(format, Safetensors):
-        return ModelTarget(checkpoint_id, format, options)
-    require_choice("format", format, ("checkpoint", "safetensors"))
-    if format == "safetensors":
-        return ModelTarget(checkpoint_id, Safetensors(), options)
+    if not isinstance(format, Safetensors):
+        require_choice("format", format, ("checkpoint", "safetensors"))
+        if format == "checkpoint":
+            if is_url(checkpoint_id):
+                store = open_store(str(checkpoint_id), options.storage_options)
+                return ObjectTarget(store, options)
+            return DirectoryTarget(checkpoint_id, options)
+        format = Safetensors()
     if is_url(checkpoint_id):
-        return ObjectTarget(open_store(str(checkpoint_id), options.storage_options), options)
-    return DirectoryTarget(checkpoint_id, options)
+        store = open_store(str(checkpoint_id), options.storage_options)
+        return ObjectModelTarget(store, format, options)
+    return LocalModelTarget(checkpoint_id, format, options)
 
 
 def require_path(caller: str, checkpoint_id: object) -> None:

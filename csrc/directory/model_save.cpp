@@ -220,12 +220,7 @@ Result<> ModelSave::complete(const planning::SafetensorsLayout& layout,
 Result<> ModelSave::complete(std::span<const planning::SafetensorsLayout::File> files,
                              std::span<const Extra> extras, std::vector<std::string> checksums,
                              bool sync) {
-  std::vector<format::SafeChecksums> all;
-  const auto add = [&](const std::string& name, std::uint64_t bytes, std::string_view contents) {
-    all.push_back({name, bytes, format::crc32(0, std::as_bytes(std::span(contents))), {}});
-  };
-  for (std::size_t i = 0; i < files.size(); ++i) {
-    const auto& [name, header, bytes] = files[i];
+  for (const auto& [name, header, bytes] : files) {
     auto file = directory_.open_or_create(name, os::IoMode::buffered);
     if (!file) return file.error();
     auto done = file->write_at(std::as_bytes(std::span(header)), 0);
@@ -244,13 +239,11 @@ Result<> ModelSave::complete(std::span<const planning::SafetensorsLayout::File> 
     }
     if (done) done = std::move(*file).close();
     if (!done) return done;
-    add(name, bytes, header);
-    if (i < checksums.size()) all.back().table = std::move(checksums[i]);
   }
   for (const Extra& other : extras) {
     if (auto written = write_file(other.name, other.contents, sync); !written) return written;
-    add(other.name, other.contents.size(), other.contents);
   }
+  auto all = planning::checksums_of(files, std::move(checksums), extras);
   const std::string contents = format::encode_safe_checksums(all);
   if (auto written = write_file(std::string(format::kSafeChecksumsName), contents, sync); !written)
     return written;

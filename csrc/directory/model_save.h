@@ -51,11 +51,7 @@ namespace torch_ckpt::directory {
 /// The coordinator's part of a save to a directory of safetensors files.
 class ModelSave {
  public:
-  /// A file with these contents, such as config.json.
-  struct Extra {
-    std::string name;
-    std::string contents;
-  };
+  using Extra = planning::SafetensorsLayout::Extra;
 
   /// Performs 1. `name` is the directory's name in `parent`. Fails with EEXIST if the directory
   /// exists and may not be replaced, or contains other files. extras: names of the files that

@@ -40,7 +40,9 @@ void FileImage::add_tensor(const format::TensorHeader& header, staging::Source s
 
 void FileImage::add_part(staging::Source source, PartPlace place) {
   is_of_parts_ = true;
-  if (place.runs.run_bytes() >= planning::kLongRunBytes) {
+  if (is_packed_) {
+    // A file has wide elements first, so no element is split between two pieces of the image.
+  } else if (place.runs.run_bytes() >= planning::kLongRunBytes) {
     // Unsigned arithmetic: the distance to the next offset with the alignment of the first run.
     const std::uint64_t first = place.tensor + place.runs.begin();
     bytes_ += (first - bytes_) % os::kDirectAlignment;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "format/tensor_pickle.h"
@@ -38,6 +40,8 @@ struct ImageItem {
 //   - this rank's parts of a file that several ranks write. The parts are packed in the order of the
 //     file, and for_each_segment() gives their places. An image has small gaps, so that a long run
 //     has the same alignment in the image as in the file, as direct I/O requires.
+//   - the same for a store, without gaps. If this rank has all parts of a file, its image is the
+//     complete file, which begins with a head.
 class FileImage {
  public:
   /// Appends the bytes of `source`, without an archive.
@@ -45,6 +49,12 @@ class FileImage {
   /// Appends a torch.save record of one tensor whose storage is `source`.
   void add_tensor(const format::TensorHeader& header, staging::Source source);
 
+  /// Begins an image of parts for a store. The image begins with `head`.
+  void pack(std::string head) {
+    is_of_parts_ = is_packed_ = true;
+    bytes_ = head.size();
+    head_ = std::move(head);
+  }
   /// Appends a part of a tensor, a source with its elements in row-major order. Parts must be added
   /// in the order of their first bytes in the file.
   void add_part(staging::Source source, PartPlace place);
@@ -66,6 +76,7 @@ class FileImage {
 
   /// True for parts of a file that several ranks write.
   bool is_of_parts() const { return is_of_parts_; }
+  const std::string& head() const { return head_; }
   const std::vector<ImageItem>& items() const { return items_; }
   /// Returns the first item that ends after a position in the image.
   std::vector<ImageItem>::const_iterator first_after(std::uint64_t offset) const {
@@ -86,6 +97,8 @@ class FileImage {
   std::vector<ImageItem> items_;
   std::uint64_t bytes_ = 0;
   bool is_of_parts_ = false;
+  bool is_packed_ = false;
+  std::string head_;
   int device_ = staging::Source::kHost;
   std::uint64_t device_bytes_ = 0;
   // The header and the record of the last tensor.

@@ -166,6 +166,11 @@ Result<ImageStream::Piece> ImageStream::begin(std::uint64_t offset, std::span<st
   }
   Piece piece;
   const std::byte* const first = out.data();
+  if (const auto head = std::as_bytes(std::span(image_.head())); offset < head.size()) {
+    const auto part = head.subspan(offset, std::min<std::size_t>(head.size() - offset, out.size()));
+    std::memcpy(out.data(), part.data(), part.size());
+    out = out.subspan(part.size());
+  }
   for (auto found = image_.first_after(offset); !out.empty(); ++found) {
     const auto number = static_cast<std::size_t>(found - items.begin());
     std::uint64_t at_image = offset + static_cast<std::uint64_t>(out.data() - first);

@@ -184,7 +184,7 @@ Result<std::uint64_t> OutputFile::write(const staging::Chunk& chunk, std::size_t
 
 Result<> OutputFile::send(FilePiece piece, std::unique_ptr<staging::Chunk>& chunk,
                           const std::function<bool()>& is_cancelled) {
-  piece.file_bytes = bytes_;
+  piece.file_bytes = image_.bytes();
   return folder_.store()->write(name_, piece, chunk, is_cancelled);
 }
 

@@ -26,6 +26,9 @@ struct SharedFile {
   // Collects short runs; nullptr: each rank writes its own.
   std::shared_ptr<CollectiveBuffer> collective = nullptr;
   std::uint32_t number = 0;  // in the collective buffer
+  // In a store: the image is packed, and begins with `head`.
+  bool is_packed = false;
+  std::string head = {};
 };
 
 // A file written by a save: a data file, in a directory or a store, or a file of which several

@@ -75,6 +75,7 @@ SaveLayout lay_out_parts(std::vector<SavePart> parts, const std::vector<SharedFi
       file = part.file;
       layout.file_names.push_back(files[file].name);
       layout.files.push_back({files[file].name, {}, {}, files[file]});
+      if (files[file].is_packed) layout.files.back().image.pack(files[file].head);
     }
     FileJob& job = layout.files.back();
     layout.locations[index] = {layout.files.size() - 1, job.image.items().size()};

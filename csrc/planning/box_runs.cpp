@@ -38,4 +38,19 @@ std::optional<BoxRuns> BoxRuns::of(std::span<const std::uint64_t> sizes,
   return runs;
 }
 
+std::uint64_t BoxRuns::bytes_before(std::uint64_t position) const {
+  if (position <= begin_) return 0;
+  std::uint64_t left = position - begin_;
+  std::uint64_t inner = bytes_;  // in one index of the dimension
+  std::uint64_t before = 0;
+  for (const Dim& dim : dims_) {
+    inner /= dim.count;
+    const std::uint64_t index = left / dim.stride;
+    if (index >= dim.count) return before + dim.count * inner;
+    before += index * inner;
+    left -= index * dim.stride;
+  }
+  return before + std::min(left, run_bytes_);
+}
+
 }  // namespace torch_ckpt::planning

@@ -28,6 +28,8 @@ class BoxRuns {
   std::uint64_t begin() const { return begin_; }
   /// Position behind the last byte in the tensor.
   std::uint64_t end() const { return end_; }
+  /// Returns how many of the box's bytes lie before a position in the tensor.
+  std::uint64_t bytes_before(std::uint64_t position) const;
 
   /// Calls visit(position, packed, bytes) for each run, or part of a run, among the packed bytes
   /// [from, to), in ascending order: its positions in the tensor and in the packed box, and its

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "format/checksum_table.h"
+#include "format/crc32.h"
 #include "format/little_endian.h"
 #include "format/part_sums.h"
 #include "os/file.h"
@@ -43,11 +44,11 @@ std::vector<std::vector<std::size_t>> split(std::span<const SafeTensor> tensors,
   return files;
 }
 
-std::string file_name(std::size_t number, std::size_t count) {
-  if (count == 1) return "model.safetensors";
+std::string file_name(std::size_t number, std::size_t count, const std::string& tag) {
+  if (count == 1 && tag.empty()) return "model.safetensors";
   char name[64];
-  std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", number + 1, count);
-  return name;
+  std::snprintf(name, sizeof name, "-%05zu-of-%05zu.safetensors", number + 1, count);
+  return (tag.empty() ? "model" : "model-" + tag) + name;
 }
 
 std::string index_of(std::span<const SafeTensor> tensors,
@@ -105,9 +106,11 @@ Result<SafetensorsLayout> SafetensorsLayout::of(std::vector<SafeTensor> tensors,
     for (std::size_t i = 0; i < in_file.size(); ++i) {
       layout.places_[in_file[i]] = {file, ordered[i].begin};
     }
-    layout.files_.push_back({file_name(file, files.size()), std::move(*header), bytes});
+    layout.files_.push_back(
+        {file_name(file, files.size(), options.tag), std::move(*header), bytes});
   }
-  if (files.size() > 1) layout.index_ = index_of(tensors, layout.files_, layout.places_);
+  if (files.size() > 1 || !options.tag.empty())
+    layout.index_ = index_of(tensors, layout.files_, layout.places_);
   layout.tensors_ = std::move(tensors);
   return layout;
 }
@@ -146,6 +149,23 @@ Result<std::vector<std::string>> SafetensorsLayout::checksum_tables(
     tables.push_back(format::encode_checksum_table(*sums));
   }
   return tables;
+}
+
+std::vector<format::SafeChecksums> checksums_of(std::span<const SafetensorsLayout::File> files,
+                                                std::vector<std::string> tables,
+                                                std::span<const SafetensorsLayout::Extra> extras) {
+  std::vector<format::SafeChecksums> all;
+  const auto add = [&](const std::string& name, std::uint64_t bytes, std::string_view contents) {
+    all.push_back({name, bytes, format::crc32(0, std::as_bytes(std::span(contents))), {}});
+  };
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    add(files[i].name, files[i].bytes, files[i].header);
+    if (i < tables.size()) all.back().table = std::move(tables[i]);
+  }
+  for (const SafetensorsLayout::Extra& extra : extras) {
+    add(extra.name, extra.contents.size(), extra.contents);
+  }
+  return all;
 }
 
 const Dtype* stored_dtype(const Dtype* dtype, const Dtype* cast) {
@@ -235,15 +255,17 @@ std::vector<RankPlaces> RankPlaces::of(
   return places;
 }
 
-// places := files:u32 file* tensors:u32 place* has_collective:u8 collective?
-// file   := name_bytes:u32 name bytes:u64
+// places := are_packed:u8 files:u32 file* tensors:u32 place* has_collective:u8 collective?
+// file   := name_bytes:u32 name bytes:u64 head_bytes:u32 head
 // place  := file:u32 begin:u64
 std::string RankPlaces::encode() const {
   std::string out;
+  format::put(out, are_packed ? 1 : 0, 1);
   format::put(out, files.size(), 4);
   for (const File& file : files) {
     format::put_text32(out, file.name);
     format::put(out, file.bytes, 8);
+    format::put_text32(out, file.head);
   }
   format::put(out, places.size(), 4);
   for (const SafetensorsLayout::Place& place : places) {
@@ -259,10 +281,12 @@ Result<RankPlaces> RankPlaces::decode(std::string_view bytes) {
   format::ByteReader reader(std::as_bytes(std::span(bytes)));
   RankPlaces of_rank;
   bool is_complete = true;
+  of_rank.are_packed = reader.number(1) != 0;
   for (std::uint64_t left = reader.number(4); left > 0 && !reader.has_failed(); --left) {
     File& file = of_rank.files.emplace_back();
     file.name = reader.text32();
     file.bytes = reader.number(8);
+    file.head = reader.text32();
   }
   for (std::uint64_t left = reader.number(4); left > 0 && !reader.has_failed(); --left) {
     SafetensorsLayout::Place& place = of_rank.places.emplace_back();

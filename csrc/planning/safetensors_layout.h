@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "error.h"
+#include "format/safe_checksums.h"
 #include "format/safetensors.h"
 #include "planning/collective_ranges.h"
 #include "planning/global_plan.h"
@@ -23,7 +24,8 @@ namespace torch_ckpt::planning {
 //   2. A file has wide elements first, so that readers can map each tensor at its alignment, and
 //      equally wide elements in the order of their names. Its data begins at a multiple of a page.
 //   3. A single file is "model.safetensors". Several files are "model-00001-of-00002.safetensors",
-//      and so on, and "model.safetensors.index.json" maps names to files.
+//      and so on, and "model.safetensors.index.json" maps names to files. With a tag, the names are
+//      "model-{tag}-00001-of-00002.safetensors", and a single file has an index, too.
 //
 // Everything follows from names, dtypes and sizes, so each rank can write its parts of tensors to
 // their final places.
@@ -32,6 +34,7 @@ class SafetensorsLayout {
   struct Options {
     std::uint64_t max_shard_bytes = 0;   // 0: a single file
     format::SafeMetadata metadata = {};  // of each file
+    std::string tag = {};                // in the names of the files
   };
   struct File {
     std::string name;
@@ -48,6 +51,11 @@ class SafetensorsLayout {
     std::string_view file;
     std::string_view parts;
   };
+  /// Another file of the model, such as config.json.
+  struct Extra {
+    std::string name;
+    std::string contents;
+  };
   static constexpr std::string_view kIndexName = "model.safetensors.index.json";
 
   /// Fails with Errc::invalid_argument if the format cannot hold a tensor, or two have one name.
@@ -61,7 +69,7 @@ class SafetensorsLayout {
   /// Joins the parts of all ranks to the encoded checksum table of each file. Fails with
   /// Errc::internal and the tensor's name unless the parts have as many bytes as each tensor.
   Result<std::vector<std::string>> checksum_tables(std::span<const WrittenParts> written) const;
-  /// The contents of the index; empty if there is a single file.
+  /// The contents of the index; empty if a single file has no index.
   const std::string& index() const { return index_; }
 
  private:
@@ -70,6 +78,12 @@ class SafetensorsLayout {
   std::vector<format::SafeTensor> tensors_;  // in the order in which they were given
   std::string index_;
 };
+
+/// Returns the checksums of a model's files. tables: encoded checksum tables, in the order of the
+/// files; empty if unknown.
+std::vector<format::SafeChecksums> checksums_of(std::span<const SafetensorsLayout::File> files,
+                                                std::vector<std::string> tables,
+                                                std::span<const SafetensorsLayout::Extra> extras);
 
 /// Returns the dtype in which a tensor is stored: `cast` if the tensor has floating-point elements
 /// of another dtype, otherwise its own. cast: nullptr changes nothing.
@@ -99,11 +113,15 @@ struct RankPlaces {
   struct File {
     std::string name;
     std::uint64_t bytes = 0;
+    // The bytes before the data, if this rank writes the complete file.
+    std::string head = {};
   };
   std::vector<File> files;
   std::vector<SafetensorsLayout::Place> places;
   // Ranges that this rank writes together with others; nullptr if there are none.
   std::shared_ptr<const CollectiveRanges> collective = nullptr;
+  // True for objects in a store (planning/object_files.h).
+  bool are_packed = false;
 
   /// Returns the places for each rank. parts: of each rank. offers: see choose_collective_ranges().
   static std::vector<RankPlaces> of(const SafetensorsLayout& layout,

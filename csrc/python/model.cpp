@@ -16,6 +16,7 @@
 #include "directory/version.h"
 #include "engine/delta.h"
 #include "os/shared_memory.h"
+#include "planning/object_files.h"
 #include "planning/safetensors_layout.h"
 #include "planning/save_coordinator.h"
 #include "python/bindings.h"
@@ -37,9 +38,9 @@ using planning::SafetensorsLayout;
 using Metadata = std::vector<std::pair<py::str, py::str>>;
 
 SafetensorsLayout layout_of_tensors(Result<std::vector<format::SafeTensor>> tensors,
-                                    std::uint64_t max_shard_bytes, format::SafeMetadata metadata) {
+                                    SafetensorsLayout::Options options) {
   if (!tensors) throw Failure(tensors.error());
-  return SafetensorsLayout::of(std::move(*tensors), {max_shard_bytes, std::move(metadata)}).value();
+  return SafetensorsLayout::of(std::move(*tensors), options).value();
 }
 
 format::SafeMetadata metadata_of(const Metadata& given) {
@@ -56,13 +57,14 @@ const format::Dtype* cast_of(const std::optional<std::string>& name) {
 SafetensorsLayout layout_of_plan(const planning::SaveCoordinator& coordinator,
                                  const std::optional<std::vector<py::str>>& names,
                                  const std::optional<std::string>& cast,
-                                 std::uint64_t max_shard_bytes, const Metadata& metadata) {
+                                 std::uint64_t max_shard_bytes, const Metadata& metadata,
+                                 const std::string& tag) {
   std::vector<std::string> renamed;
   if (names) {
     for (const py::str& name : *names) renamed.push_back(bytes_of(name));
   }
   return layout_of_tensors(planning::safe_tensors_of(coordinator.plan(), renamed, cast_of(cast)),
-                           max_shard_bytes, metadata_of(metadata));
+                           {max_shard_bytes, metadata_of(metadata), tag});
 }
 
 SafetensorsLayout layout_of_rows(
@@ -76,7 +78,7 @@ SafetensorsLayout layout_of_rows(
     tensor.dtype = planning::stored_dtype(format::find_dtype(dtype), cast_of(cast));
     tensor.sizes = sizes;
   }
-  return layout_of_tensors(std::move(tensors), max_shard_bytes, metadata_of(metadata));
+  return layout_of_tensors(std::move(tensors), {max_shard_bytes, metadata_of(metadata)});
 }
 
 std::vector<std::pair<std::string, std::uint64_t>> files_of(const SafetensorsLayout& layout) {
@@ -132,20 +134,123 @@ std::unique_ptr<os::MemoryFile> offer_memory() {
 
 /// The encoded checksums of each rank's parts, by file.
 using PartTables = std::vector<std::map<std::string, py::bytes>>;
+/// Names and contents of other files.
+using Extras = std::vector<std::pair<std::filesystem::path, py::bytes>>;
 
-void complete(ModelSave& save, const SafetensorsLayout& layout,
-              const std::vector<std::pair<std::filesystem::path, py::bytes>>& extras,
-              const PartTables& written, bool sync) {
+std::vector<SafetensorsLayout::WrittenParts> parts_of(const PartTables& written) {
   std::vector<SafetensorsLayout::WrittenParts> parts;
   for (const auto& of_rank : written) {
     for (const auto& [file, encoded] : of_rank) parts.push_back({file, encoded});
   }
-  std::vector<ModelSave::Extra> others;
-  for (const auto& [name, contents] : extras) others.push_back({name.native(), contents});
+  return parts;
+}
+
+std::vector<SafetensorsLayout::Extra> extras_of(const Extras& given) {
+  std::vector<SafetensorsLayout::Extra> extras;
+  for (const auto& [name, contents] : given) extras.push_back({name.native(), contents});
+  return extras;
+}
+
+void complete(ModelSave& save, const SafetensorsLayout& layout, const Extras& extras,
+              const PartTables& written, bool sync) {
+  const auto parts = parts_of(written);
+  const auto others = extras_of(extras);
   without_gil([&] {
     save.complete(layout, others, layout.checksum_tables(parts).value(), sync).value();
     return true;
   });
+}
+
+// --- objects in a store --------------------------------------------------------------------------
+
+using planning::FileAssembly;
+
+/// Returns the contents of the file of checksums.
+py::bytes checksums_of(const SafetensorsLayout& layout, const Extras& extras,
+                       const PartTables& written) {
+  const auto parts = parts_of(written);
+  const auto others = extras_of(extras);
+  const std::string encoded = without_gil([&]() -> Result<std::string> {
+    auto tables = layout.checksum_tables(parts);
+    if (!tables) return tables.error();
+    return format::encode_safe_checksums(
+        planning::checksums_of(layout.files(), std::move(*tables), others));
+  });
+  return {encoded};
+}
+
+/// Returns the names of the files in a file of checksums.
+std::vector<py::str> names_in_checksums(std::span<const std::byte> encoded) {
+  std::vector<py::str> names;
+  for (const auto& file : format::decode_safe_checksums(encoded).value()) {
+    names.push_back(os_text(file.name));
+  }
+  return names;
+}
+
+/// Adds the checksums in `more` to those in `encoded`, which have precedence.
+py::bytes join_checksums(std::span<const std::byte> encoded, std::span<const std::byte> more) {
+  auto all = format::decode_safe_checksums(encoded).value();
+  const std::size_t before = all.size();
+  for (auto& file : format::decode_safe_checksums(more).value()) {
+    const auto known = std::span(all).first(before);
+    const auto has_name = [&](const auto& other) { return other.name == file.name; };
+    if (std::ranges::none_of(known, has_name)) all.push_back(std::move(file));
+  }
+  return {format::encode_safe_checksums(all)};
+}
+
+/// Returns the encoded places and the encoded assemblies of each rank, and the names of the
+/// temporary objects.
+py::tuple object_files(const SafetensorsLayout& layout,
+                       const planning::SaveCoordinator& coordinator, const std::string& prefix) {
+  const auto files = without_gil([&] {
+    return planning::ObjectFiles::of(layout, planning::owned_parts_of(coordinator.plan()), prefix);
+  });
+  const auto bytes_of_each = [](const auto& assemblies) {
+    return list_of(assemblies, [](const FileAssembly& it) { return py::bytes(it.encode()); });
+  };
+  return py::make_tuple(
+      list_of(files.places, [](const auto& places) { return py::bytes(places.encode()); }),
+      list_of(files.assemblies, bytes_of_each), files.temporaries);
+}
+
+void bind_assemblies(py::module_& module) {
+  module.def("names_in_checksums", &names_in_checksums, py::arg("encoded"));
+  module.def("join_checksums", &join_checksums, py::arg("encoded"), py::arg("more"));
+  py::class_<FileAssembly>(module, "FileAssembly")
+      .def(py::init([](std::string_view encoded) {
+             return std::make_unique<FileAssembly>(FileAssembly::decode(encoded).value());
+           }),
+           py::arg("encoded"))
+      .def_property_readonly("name", &FileAssembly::name)
+      .def_property_readonly("bytes", &FileAssembly::bytes)
+      .def(
+          "ranges",
+          [](const FileAssembly& self, std::uint64_t begin, std::uint64_t end) {
+            return list_of(self.ranges(begin, end), [](const FileAssembly::Range& range) {
+              return py::make_tuple(range.object, range.offset, range.bytes);
+            });
+          },
+          py::arg("begin"), py::arg("end"))
+      .def("object_name", &FileAssembly::object_name, py::arg("object"))
+      .def(
+          "copy_head",
+          [](const FileAssembly& self, std::uint64_t begin, const py::object& out) {
+            const Memory memory(out, PyBUF_WRITABLE);
+            self.copy_head(begin, memory.writable_bytes());
+          },
+          py::arg("begin"), py::arg("out"))
+      .def(
+          "copy",
+          [](const FileAssembly& self, std::size_t object, std::uint64_t offset,
+             std::span<const std::byte> data, std::uint64_t begin, const py::object& out) {
+            const Memory memory(out, PyBUF_WRITABLE);
+            without_gil([&] {
+              return self.copy({object, offset, data.size()}, data, begin, memory.writable_bytes());
+            });
+          },
+          py::arg("object"), py::arg("offset"), py::arg("data"), py::arg("begin"), py::arg("out"));
 }
 
 // --- versions and deltas -------------------------------------------------------------------------
@@ -234,10 +339,14 @@ void bind_versions(py::module_& module, py::class_<ModelSave>& save) {
 void bind_model(py::module_& module) {
   py::class_<SafetensorsLayout>(module, "SafetensorsLayout")
       .def(py::init(&layout_of_plan), py::arg("coordinator"), py::arg("names"), py::arg("cast"),
-           py::arg("max_shard_bytes"), py::arg("metadata"))
+           py::arg("max_shard_bytes"), py::arg("metadata"), py::arg("tag") = "")
       .def_static("of_tensors", &layout_of_rows, py::arg("tensors"), py::arg("cast"),
                   py::arg("max_shard_bytes"), py::arg("metadata"))
       .def("files", &files_of)
+      .def_property_readonly(
+          "index", [](const SafetensorsLayout& layout) { return py::bytes(layout.index()); })
+      .def("checksums", &checksums_of, py::arg("extras"), py::arg("written"))
+      .def("object_files", &object_files, py::arg("coordinator"), py::arg("prefix"))
       .def("places_of_plan", &places_of_plan, py::arg("coordinator"), py::arg("offers"))
       .def("places_of_parts", &places_of_parts, py::arg("parts"), py::arg("offers"));
   py::class_<os::MemoryFile>(module, "MemoryFile")
@@ -275,6 +384,7 @@ void bind_model(py::module_& module) {
         run_and_warn([&](directory::Warnings& warnings) { save.discard(warnings); });
       });
   bind_versions(module, model_save);
+  bind_assemblies(module);
 }
 
 }  // namespace torch_ckpt::python

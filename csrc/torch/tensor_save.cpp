@@ -92,8 +92,9 @@ std::vector<engine::SharedFile> SaveSources::shared_files() const {
     buffer = engine::CollectiveBuffer::open(*places_.collective).value();
   }
   std::vector<engine::SharedFile> files;
-  for (const auto& [name, bytes] : places_.files) {
-    files.push_back({name, bytes, buffer, static_cast<std::uint32_t>(files.size())});
+  for (const auto& [name, bytes, head] : places_.files) {
+    files.push_back(
+        {name, bytes, buffer, static_cast<std::uint32_t>(files.size()), places_.are_packed, head});
   }
   return files;
 }

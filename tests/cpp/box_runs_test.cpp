@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <numeric>
 
@@ -79,6 +80,20 @@ TEST(BoxRuns, HaveThePositionsOfTheElements) {
     const std::uint64_t to = random.between(from, expected.size());
     ASSERT_EQ(positions_of(runs, from, to),
               std::vector(expected.begin() + from, expected.begin() + to));
+  }
+}
+
+TEST(BoxRuns, CountTheBytesBeforeAPosition) {
+  Random random(2);
+  for (int round = 0; round < 1000; ++round) {
+    const Sample sample = random_box(random);
+    const auto runs =
+        BoxRuns::of(sample.sizes, sample.offsets, sample.lengths, sample.item_bytes).value();
+    const auto positions = sample.positions();
+    for (std::uint64_t position = 0; position <= runs.tensor_bytes() + 1; ++position) {
+      const auto before = std::ranges::lower_bound(positions, position) - positions.begin();
+      ASSERT_EQ(runs.bytes_before(position), before);
+    }
   }
 }
 

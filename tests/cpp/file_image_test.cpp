@@ -36,6 +36,24 @@ TEST(FileImage, PlacesItemsBackToBack) {
   EXPECT_EQ(image.bytes(), 100 + 2 * record);
 }
 
+PartPlace bytes_at(std::uint64_t offset, std::uint64_t bytes) {
+  const std::vector<std::uint64_t> size = {bytes};
+  const std::vector<std::uint64_t> zero = {0};
+  return {.tensor = offset, .runs = planning::BoxRuns::of(size, zero, size, 1).value()};
+}
+
+TEST(FileImage, OfPartsForAStoreHasTheOffsetsOfTheFile) {
+  const std::string payload(100, 'x');
+  FileImage image;
+  image.pack(std::string(4096, 'h'));
+  image.add_part(host_source(payload), bytes_at(4096, 100));
+  image.add_part(host_source(payload), bytes_at(4196, 100));
+  EXPECT_TRUE(image.is_of_parts());
+  EXPECT_EQ(image.items()[0].offset, 4096);
+  EXPECT_EQ(image.items()[1].offset, 4196);
+  EXPECT_EQ(image.bytes(), 4296);
+}
+
 TEST(FileImage, SharesATemplateBetweenTensorsOfOneShape) {
   const std::string payload(100, 'x');
   FileImage image;

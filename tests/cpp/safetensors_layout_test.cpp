@@ -28,6 +28,15 @@ TEST(SafetensorsLayout, OfOneFileHasNoIndex) {
   EXPECT_EQ(layout.index(), "");
 }
 
+TEST(SafetensorsLayout, WithATagHasAnIndexOfOneFile) {
+  SafetensorsLayout::Options options;
+  options.tag = "0123abcd";
+  const auto layout = SafetensorsLayout::of({tensor("a", "float32", {3})}, options).value();
+  EXPECT_EQ(layout.files()[0].name, "model-0123abcd-00001-of-00001.safetensors");
+  EXPECT_NE(layout.index().find("\"a\": \"model-0123abcd-00001-of-00001.safetensors\""),
+            std::string::npos);
+}
+
 TEST(SafetensorsLayout, PlacesTensorsWhereTheHeadersSayThatTheyAre) {
   const std::vector<SafeTensor> given = {
       tensor("b", "bfloat16", {5}), tensor("a", "float64", {2, 2}), tensor("c", "uint8", {}),
@@ -149,7 +158,8 @@ TEST(StoredDtype, IsTheGivenOneForFloatingPointOnly) {
 
 RankPlaces some_places() {
   RankPlaces places;
-  places.files = {{"one", 100}, {"two", std::uint64_t{1} << 40}};
+  places.are_packed = true;
+  places.files = {{"one", 100, "head"}, {"two", std::uint64_t{1} << 40}};
   places.places = {{1, 4096}, {0, 7}};
   return places;
 }
@@ -158,6 +168,8 @@ TEST(RankPlaces, SurviveTheirEncoding) {
   const auto decoded = RankPlaces::decode(some_places().encode()).value();
   EXPECT_EQ(decoded.encode(), some_places().encode());
   ASSERT_EQ(decoded.files.size(), 2);
+  EXPECT_TRUE(decoded.are_packed);
+  EXPECT_EQ(decoded.files[0].head, "head");
   EXPECT_EQ(decoded.files[1].name, "two");
   EXPECT_EQ(decoded.files[1].bytes, std::uint64_t{1} << 40);
   EXPECT_EQ(decoded.places[0].begin, 4096);

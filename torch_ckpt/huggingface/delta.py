@@ -12,6 +12,7 @@ from contextlib import closing
 from typing import Any
 
 from torch_ckpt import _core
+from torch_ckpt._base.paths import refuse_url
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.publishing import split
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, STEP_NAME
@@ -44,9 +45,9 @@ def apply_delta(
         CheckpointError: the target is not the base, or a tensor is missing, sharded, or of another
             dtype or shape; the message names the tensor.
         Corrupt: the delta is damaged, or a file of the base has another header than was saved.
-        ValueError: tensors share memory and the delta changes them in different ways; ``out`` was
-            passed with a state dict; or the directory is a version beneath a root, and ``out`` is
-            None.
+        ValueError: a path is a URL; tensors share memory and the delta changes them in different
+            ways; ``out`` was passed with a state dict; or the directory is a version beneath a
+            root, and ``out`` is None.
         FileExistsError: the directory contains files of other programs, or ``out`` exists.
         OSError, DurabilityUncertain: a system call failed, or the last fsync did.
 
@@ -55,6 +56,8 @@ def apply_delta(
         torch_ckpt.apply_delta("policy/0000000012/torch_ckpt.delta", model.state_dict())
         torch_ckpt.apply_delta("policy/0000000012/torch_ckpt.delta", "weights/")
     """
+    for given in (delta, target, out):
+        refuse_url(given)
     path = os.fspath(delta)
     if os.path.isdir(path):
         path = os.path.join(path, _core.DELTA_NAME)

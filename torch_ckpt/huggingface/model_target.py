@@ -1,4 +1,7 @@
-"""The target of saves in Hugging Face's layout.
+"""The targets of saves in Hugging Face's layout.
+
+:class:`LocalModelTarget` writes a directory, and object_model.py writes objects beneath a URL. The
+steps of a save to a directory:
 
 1. The coordinator lays out the files from the plan of all ranks. Names, dtypes and sizes determine
    every offset (csrc/planning/safetensors_layout.h).
@@ -54,7 +57,7 @@ class Safetensors:
     Pass it as ``format`` to :func:`torch_ckpt.save`; ``format="safetensors"`` means the defaults.
     Such a directory can hold only tensors. It appears under its name once it is complete and
     durable. A directory that it replaces is kept until then, and must contain only files that such
-    a save writes.
+    a save writes. docs/huggingface.md describes saves to a URL.
 
     Attributes:
         max_shard_size: maximum number of bytes of tensors per file. A larger tensor gets a file of
@@ -162,15 +165,14 @@ def _discard(save: _core.ModelSave, pid: int) -> None:
 
 
 class ModelTarget(Target):
-    """A directory of safetensors files.
+    """A directory of safetensors files, or objects beneath a URL.
 
     Args:
-        path: the directory.
+        path: the directory, as an absolute path, or the URL.
         format: the options of the files.
         options: the options of the save.
 
     Raises:
-        ValueError: ``path`` is a URL.
         CheckpointError: the format's ``config`` is not a JSON object, or two files to copy have the
             same name.
         OSError: a file to copy cannot be read.
@@ -180,11 +182,8 @@ class ModelTarget(Target):
     finds_unchanged = False
 
     def __init__(self, path: StrPath, format: Safetensors, options: WriteOptions) -> None:
-        refuse_url(path)
         require_instance("format", format, Safetensors)
-        super().__init__(absolute(path), options)
-        self._given_path = os.fspath(path)
-        self._parent = Path(self.path).parent
+        super().__init__(path, options)
         self._format = format
         dtype = format.dtype
         assert dtype is None or isinstance(dtype, torch.dtype)
@@ -199,10 +198,6 @@ class ModelTarget(Target):
             if _WRITTEN.match(file.name):
                 raise CheckpointError(f"{file}: the save writes a file named {file.name} itself")
             self._copied[file.name] = file.read_bytes()
-        self._directory: OpenDirectory | None = None
-        self._save: NewDirectory | None = None
-        self._layout: _core.SafetensorsLayout | None = None
-        self._memory: _core.MemoryFile | None = None
 
     def select(self, state: SaveState) -> None:
         if self._config is None:
@@ -212,6 +207,59 @@ class ModelTarget(Target):
         tied = [old for old, new in names.items() if new in of_model]
         if tied:
             state.remove(state.aliases(tied, names.keys() - tied))
+
+    def _describe(self) -> str:
+        """Returns a description of the save that must be equal on all ranks."""
+        form = self._format
+        # Two functions that rename cannot be compared.
+        rename = "a function" if callable(form.rename) else repr(form.rename)
+        copied = {name: _core.crc32(contents) for name, contents in self._copied.items()}
+        return (
+            f"safetensors files in {self.path} with max_shard_size={form.max_shard_size}, "
+            f"dtype={form.dtype}, rename={rename}, metadata={form.metadata}, copies={copied}"
+        )
+
+    def _layout_of(self, plan: AgreedPlan, tag: str = "") -> _core.SafetensorsLayout:
+        """Lays out the files, on the coordinator.
+
+        Args:
+            tag: part of the names of the files.
+
+        Raises:
+            CheckpointError: the files cannot hold a value.
+        """
+        form, coordinator = self._format, plan.coordinator
+        renamed = None
+        if form.rename is not None:
+            renamed = [*new_names(coordinator.names(), form.rename).values()]
+        dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
+        try:
+            return _core.SafetensorsLayout(
+                coordinator, renamed, dtype, form.max_shard_size, [*form.metadata.items()], tag
+            )
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+
+
+class LocalModelTarget(ModelTarget):
+    """A directory of safetensors files.
+
+    Args:
+        path, format, options: see :class:`ModelTarget`.
+
+    Raises:
+        ValueError: ``path`` is a URL.
+    """
+
+    def __init__(self, path: StrPath, format: Safetensors, options: WriteOptions) -> None:
+        refuse_url(path)
+        super().__init__(absolute(path), format, options)
+        self._given_path = os.fspath(path)
+        self._parent = Path(self.path).parent
+        self._directory: OpenDirectory | None = None
+        self._save: NewDirectory | None = None
+        self._layout: _core.SafetensorsLayout | None = None
+        self._memory: _core.MemoryFile | None = None
 
     def open(self, rank: int, ranks: int) -> Opened:
         self.discard()
@@ -228,17 +276,6 @@ class ModelTarget(Target):
         memory = b"" if self._memory is None else self._memory.address
         return Opened(DirectoryIdentity.of(self._directory), self._describe(), memory)
 
-    def _describe(self) -> str:
-        """Returns a description of the save that must be equal on all ranks."""
-        form = self._format
-        # Two functions that rename cannot be compared.
-        rename = "a function" if callable(form.rename) else repr(form.rename)
-        copied = {name: _core.crc32(contents) for name, contents in self._copied.items()}
-        return (
-            f"safetensors files in {self.path} with max_shard_size={form.max_shard_size}, "
-            f"dtype={form.dtype}, rename={rename}, metadata={form.metadata}, copies={copied}"
-        )
-
     def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         """Lays out the files, and creates the directory under a temporary name.
 
@@ -250,21 +287,11 @@ class ModelTarget(Target):
             FileExistsError: the directory exists and must not be replaced.
         """
         require_one_target(opened)
-        form, coordinator = self._format, plan.coordinator
-        renamed = None
-        if form.rename is not None:
-            renamed = [*new_names(coordinator.names(), form.rename).values()]
-        dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
-        try:
-            self._layout = _core.SafetensorsLayout(
-                coordinator, renamed, dtype, form.max_shard_size, [*form.metadata.items()]
-            )
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
+        self._layout = self._layout_of(plan)
         self._save = self.new_directory()
         names = f"{self._save.name}\0{self._save.temporary}\0".encode()
         offers = [one.memory for one in opened]
-        return [names + places for places in self._layout.places_of_plan(coordinator, offers)]
+        return [names + places for places in self._layout.places_of_plan(plan.coordinator, offers)]
 
     def new_directory(self) -> NewDirectory:
         """Creates the directory under a temporary name, on the coordinator."""

@@ -11,7 +11,8 @@ from torch_ckpt._base.checks import require_at_least
 from torch_ckpt.huggingface.model_target import Safetensors, StrPath
 from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
 from torch_ckpt.publication.publish import DEFAULT_FORMAT, refuse_options, version_options
-from torch_ckpt.publication.version_target import VersionTarget
+from torch_ckpt.publication.version_target import NewVersion, version_target
+from torch_ckpt.saving.target import Target
 from torch_ckpt.steps.retention import Retention
 
 
@@ -41,7 +42,7 @@ class Export:
     pinned version. A version that is not stale is never replaced.
 
     Attributes:
-        root: the directory of the versions; see :func:`torch_ckpt.publish`.
+        root: the directory or URL of the versions; see :func:`torch_ckpt.publish`.
         every: export at every step that is a multiple of this number. If a save is running or
             starts at that step, the export starts after the save, but no later than with the next
             save. None exports only in :meth:`CheckpointManager.export`.
@@ -77,14 +78,13 @@ class Export:
         # Detect invalid options now, not in the first export.
         self.target(0, None)
 
-    def target(self, version: int, newest_valid: int | None) -> VersionTarget:
+    def target(self, version: int, newest_valid: int | None) -> Target:
         """Returns the target of one export.
 
         Args:
             version: number of the version.
-            newest_valid: see :class:`VersionTarget`.
+            newest_valid: see :class:`NewVersion`.
         """
         chosen = version_options(version, self.base, self.delta, self.keep)
-        return VersionTarget(
-            self.root, self.format, self.options, **chosen, newest_valid=newest_valid
-        )
+        new = NewVersion(**chosen, newest_valid=newest_valid)
+        return version_target(self.root, self.format, self.options, new)

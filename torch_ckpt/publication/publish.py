@@ -1,9 +1,10 @@
-"""``publish`` and ``async_publish``. csrc/directory/version.h has the protocol."""
+"""``publish`` and ``async_publish``. version_target.py has the protocol."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.huggingface.model_target import Safetensors, StrPath, refuse_model_options
 from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
-from torch_ckpt.publication.version_target import VersionTarget
+from torch_ckpt.publication.version_target import NewVersion, version_target
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.saving.handle import AsyncSave, save, start
 from torch_ckpt.saving.save_state import StateDict
@@ -36,7 +37,7 @@ class Version(NamedTuple):
 
     Attributes:
         number: its number.
-        path: its directory.
+        path: its directory or URL.
     """
 
     number: int
@@ -69,7 +70,8 @@ def publish(
 
     Args:
         state_dict: see :func:`torch_ckpt.save`. It may contain only tensors.
-        root: a local directory. Created if it does not exist.
+        root: a local directory, which is created if it does not exist; or a URL
+            (docs/huggingface.md).
         version: number of the version, such as the training step, which must be larger than those
             of all versions beneath the root. None adds 1 to the number of the newest version.
         base: a version to compare with: its number, or "latest". A file that has the same bytes in
@@ -103,8 +105,8 @@ def publish(
     """
     if removed:
         refuse_options(publish, removed)
-    chosen = version_options(version, base, delta, keep)
-    target = VersionTarget(root, format, options, **chosen)
+    chosen = NewVersion(**version_options(version, base, delta, keep))
+    target = version_target(root, format, options, chosen)
     save(
         state_dict,
         lambda: target,
@@ -112,7 +114,7 @@ def publish(
         timeout=timeout,
         check_replicas=check_replicas,
     )
-    return Version(target.number, target.path)
+    return Version(int(Path(target.path).name), target.path)
 
 
 def async_publish(
@@ -160,7 +162,7 @@ def async_publish(
     chosen = version_options(version, base, delta, keep)
     return start(
         state_dict,
-        lambda: VersionTarget(root, format, options, **chosen),
+        lambda: version_target(root, format, options, NewVersion(**chosen)),
         RankGroup.of(process_group, no_dist),
         staging=staging,
         if_busy=if_busy,

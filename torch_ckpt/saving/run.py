@@ -6,7 +6,8 @@
 2. The coordinator assigns each item to a rank that has it (csrc/planning/save_coordinator.h), lays
    out the files, and replies to each rank. If no structure has changed, it uses the last plan
    again.
-3. Every rank writes its items with the engine (saving/write.py).
+3. Every rank writes its items with the engine (saving/write.py). For some targets, ranks then
+   assemble files from what all ranks have written.
 4. The coordinator encodes the metadata from the plan and the results, and commits the target.
 
 ``save`` runs these steps in the calling thread. A background save runs them in a thread of its own
@@ -150,9 +151,11 @@ class SaveRun:
                 again = lambda: (self._message(with_parts=True), None)  # noqa: E731
                 reply, _ = ranks.exchange("plan", again, self._assign)
             with ranks.alive(self.moved):
-                seal, _ = ranks.exchange(
-                    "write", lambda: self._write_items(reply), self._commit, self._target.undo
-                )
+                step, write = "write", lambda: self._write_items(reply)
+                if self._target.assembles:
+                    written = ranks.run("write", write)
+                    step, write = "assemble", lambda: self._assemble(*written)
+                seal, _ = ranks.exchange(step, write, self._commit, self._target.undo)
         finally:
             self._end()
         return Checkpoint(self._target.path, self.metrics, seal, self._target.read_options)
@@ -275,6 +278,12 @@ class SaveRun:
             raise
         metrics.written_s = time.perf_counter() - self._begun
         return written, written
+
+    def _assemble(self, written: Written, kept: Written) -> tuple[Written, Written]:
+        """Assembles the files that several ranks have written."""
+        self._target.assemble()
+        self.metrics.written_s = time.perf_counter() - self._begun
+        return written, kept
 
     def _release(self) -> None:
         """Releases the values, which have been or will be copied, and encodes the metadata on the

@@ -49,6 +49,7 @@ def run(*arguments: str | Path) -> list[str]:
             ("explain SAVED", "0"),
         ),
         *((f"{name} SAVED --json", "0") for name in ("ls", "verify", "explain")),
+        *((f"{name} file://SAVED", "0") for name in ("ls", "verify", "explain")),
         # Errors before any tensor is read.
         *((f"{name} NONE", "2") for name in ("ls", "verify", "explain", "show", "doctor", "steps")),
         ("diff SAVED NONE", "2"),

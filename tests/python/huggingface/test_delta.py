@@ -275,3 +275,8 @@ def test_a_damaged_delta_is_refused(versions: tuple[Path, Path]) -> None:
 def test_a_missing_delta_is_reported_with_its_path(versions: tuple[Path, Path]) -> None:
     with pytest.raises(FileNotFoundError, match=r"0000000000/torch_ckpt\.delta"):
         torch_ckpt.apply_delta(versions[0], model())
+
+
+def test_a_delta_beneath_a_url_is_refused() -> None:
+    with pytest.raises(ValueError, match="is a URL, and a local path is needed here"):
+        torch_ckpt.apply_delta("s3://bucket/policy/0000000001", {})

@@ -100,6 +100,7 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/saving/handle.py", "if_busy"): ["async_save"],
     ("torch_ckpt/saving/run.py", "staging"): ["async_save", "CheckpointManager"],
     ("torch_ckpt/saving/handle.py", "warn_unchanged"): ["async_save"],
+    ("torch_ckpt/huggingface/object_model.py", "overwrite"): ["save of safetensors"],
     ("torch_ckpt/saving/object_target.py", "overwrite"): SAVES[:3],
     ("torch_ckpt/saving/replica_check.py", "check_replicas"): ["save", "CheckpointManager"],
     ("torch_ckpt/saving/save_state.py", "device"): ["to_empty"],
