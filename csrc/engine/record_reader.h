@@ -36,8 +36,8 @@ class DataFile {
   /// Reads exactly out.size() bytes at `offset`, through the page cache.
   Result<> read(std::span<std::byte> out, std::uint64_t offset) const;
 
-  /// Reads the first or the last bytes of a record. In a store, where each read is a request, the
-  /// read of a tail includes the head that follows it, which is kept for a read_head() at its end.
+  /// Reads the first or the last bytes of a record. Each read of a store is a request. So the read
+  /// of a tail in a store includes the head of the next record, which is kept for read_head().
   Result<std::vector<std::byte>> read_head(std::uint64_t offset, std::uint64_t bytes) const;
   Result<std::vector<std::byte>> read_tail(std::uint64_t offset, std::uint64_t bytes) const;
   /// Number of bytes to read at each end of a record, if it is as long.
@@ -82,7 +82,8 @@ class RecordInMemory final : public format::RecordBytes {
 /// Number of bytes that RecordInFile caches at each end of a record. In stock torch's archives, 704
 /// bytes precede the payload and about 1,250 follow it.
 inline constexpr std::uint64_t kEndsBytes = 2048;
-/// The same in a store. The engine's archives have up to 16 KiB at each end.
+/// Number of bytes that RecordInFile caches at each end of a record in a store. The engine's
+/// archives have up to 16 KiB at each end.
 inline constexpr std::uint64_t kEndsBytesInStore = std::uint64_t{32} << 10;
 
 // A record in a file. Caches both ends of the record, since they nearly always contain all of the
