@@ -10,10 +10,10 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch_ckpt import _core
 from torch_ckpt._base.paths import is_url
@@ -24,6 +24,8 @@ from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.stores import Entry, ObjectStore, open_store
 from torch_ckpt.stores.folder import ObjectFolder
 
+T = TypeVar("T")
+
 _METADATA_NAME = _core.metadata_name(None)
 
 # Size of the ranges in which a file is read.
@@ -32,7 +34,7 @@ _READ_BYTES = 8 << 20
 # Web servers do not list objects, and credentials may not permit it.
 _NO_LISTING = (errno.EOPNOTSUPP, errno.EACCES)
 
-# Number of concurrent requests for markers.
+# Number of small requests at a time.
 _REQUESTS = 8
 
 # The names that Hugging Face's libraries give to the files of a model.
@@ -180,11 +182,7 @@ class RemoteFolder(ObjectFolder):
             if f"{step}/{MARKER_NAME}" in self._known
             and f"{step}/{DELETED_NAME}" not in self._known
         ]
-        threads = ThreadPoolExecutor(_REQUESTS, "torch_ckpt markers")
-        try:
-            markers = dict(zip(complete, threads.map(self._marker, complete), strict=True))
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+        markers = dict(zip(complete, _at_once(self._marker, complete), strict=True))
         return {step: markers.get(step) for step in steps}
 
     def _marker(self, step: str) -> dict[str, Any] | None:
@@ -196,6 +194,16 @@ class RemoteFolder(ObjectFolder):
             if error.errno != errno.EFBIG:
                 raise
             return {}  # Any marker makes a step complete.
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Requests the sizes and versions of objects at once. Otherwise, the engine requests them
+        one by one. The engine reports missing objects, and names that are not allowed."""
+
+        def request(name: str) -> None:
+            with suppress(FileNotFoundError, ValueError):
+                self._calls.size(name)
+
+        _at_once(request, names)
 
     def share(self) -> bool:
         return True
@@ -223,6 +231,15 @@ class RemoteFolder(ObjectFolder):
             if own is None or is_earlier or isinstance(own, ValueError):
                 raise
             raise own from None
+
+
+def _at_once(request: Callable[[str], T], names: Iterable[str]) -> list[T]:
+    """Makes a request for each name, several at a time. An exception does not wait for others."""
+    threads = ThreadPoolExecutor(_REQUESTS, "torch_ckpt requests")
+    try:
+        return [*threads.map(request, names)]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 #: The folder of a checkpoint that is read, or the root of a run.

@@ -26,7 +26,7 @@ from torch_ckpt import _core
 from torch_ckpt._base.formatting import Report, plural, printable, size, some_of
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.directory import share_or_warn
-from torch_ckpt.checkpoint.folders import Folder, names_if_listed
+from torch_ckpt.checkpoint.folders import Folder, RemoteFolder, names_if_listed
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in, read_safetensors
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME
@@ -216,7 +216,11 @@ def verify(
                 present = names_if_listed(folder)
                 metadata = _metadata_names(present)
                 for name in metadata:
-                    verification.add(read_index_in(folder, name))
+                    index = read_index_in(folder, name)
+                    if isinstance(folder, RemoteFolder):
+                        folder.prepare(index.files())
+                    verification.add(index)
+                    del index  # It can be large.
                 report.unreferenced = _unreferenced(folder, present, verification, metadata)
         report.records, total = verification.records, verification.bytes
         report.bytes = total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -88,6 +89,20 @@ def test_a_url_is_listed_only_if_no_object_has_the_name(saved: Path, server: Obj
     with opened(server) as checkpoint:
         checkpoint.read("note")
     assert "list" not in server.kinds()
+
+
+def test_the_sizes_of_objects_are_requested_at_once(tmp_path: Path, server: ObjectServer) -> None:
+    state = {name: torch.zeros(1000) for name in "abcd"}
+    torch_ckpt.save(state, tmp_path / "c", options=WriteOptions(single_file_per_rank=False))
+    upload(server, tmp_path / "c")
+    together = threading.Barrier(2)
+
+    def meet(request: Request) -> None:
+        if request.kind == "head" and request.key.endswith(".distcp"):
+            together.wait(30)
+
+    server.fault = meet
+    assert verify(server).ok
 
 
 # --- damage --------------------------------------------------------------------------------------
@@ -186,6 +201,17 @@ def test_a_refused_request_ends_a_verification(
         verify(server, thread_count=1)
     assert caught.value.filename == f"s3://{BUCKET}/{refused[0]}"
     assert len(refused) == 1
+
+
+def test_a_server_that_does_not_answer_ends_a_verification(
+    saved: Path, server: ObjectServer
+) -> None:
+    server.fault = lambda request: Fault("stall") if request.key.endswith(".distcp") else None
+    limits = {"connect_timeout": 0.3, "read_timeout": 0.3}
+    options = server.options | {"retry_seconds": 0.3, "config_kwargs": limits}
+    with pytest.raises(TimeoutError) as caught:
+        torch_ckpt.verify(URL, storage_options=options)
+    assert caught.value.filename.startswith(URL)
 
 
 def test_ctrl_c_during_a_request_ends_a_verification(
