@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_ckpt
+from tests.object_server import BUCKET, KEY, SECRET, ObjectServer
 
 pytestmark = pytest.mark.full
 
@@ -18,7 +19,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "rl_publication.py"
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def start(root: Path, steps: int, *launcher: str, worker: bool = False) -> subprocess.Popen[str]:
+def start(
+    root: Path | str, steps: int, *launcher: str, worker: bool = False
+) -> subprocess.Popen[str]:
     command = [sys.executable, *launcher, str(SCRIPT), "--root", str(root), "--steps", str(steps)]
     return subprocess.Popen(
         [*command, *(["--worker"] if worker else [])],
@@ -49,3 +52,17 @@ def test_a_worker_loads_a_version_and_then_applies_deltas(tmp_path: Path) -> Non
     torch_ckpt.load(weights, tmp_path, no_dist=True)
     total = sum(value.double().sum().item() for value in weights.values())
     assert line.endswith(f"sum {total:.6f}")
+
+
+def test_a_worker_follows_versions_beneath_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    url = f"s3://{BUCKET}/policy"
+    with ObjectServer().running() as server:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        for first, last in ((0, 10), (10, 20)):
+            trained = f"trained from step {first} to step {last}"
+            assert output_of(start(url, last, *LAUNCHER))[-1] == trained
+            (line,) = output_of(start(url, last, worker=True))
+            assert line.startswith(f"version {last}: loaded all weights")

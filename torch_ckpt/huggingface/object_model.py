@@ -306,9 +306,12 @@ class ModelObjects:
 
     def _index_former(self) -> None:
         """Stores an index of the single file that is replaced, unless the file is damaged."""
-        version = self._store.head(_SINGLE).version
+        entry = self._store.head(_SINGLE)
+        version, most = entry.version, min(entry.bytes - _SIZE_BYTES, _HEADER_BYTES)
+        if most < 0:
+            return
         size = int.from_bytes(self._store.read_range(_SINGLE, 0, _SIZE_BYTES, version), "little")
-        if size > _HEADER_BYTES:
+        if size > most:
             return
         header = bytes(self._store.read_range(_SINGLE, _SIZE_BYTES, size, version))
         try:

@@ -189,6 +189,14 @@ def test_the_replaced_model_is_read_until_the_index_is_stored(
         shutil.rmtree(tmp_path / "model")
 
 
+@pytest.mark.parametrize("data", [b"", b"short", b"\xff" * 20, b"\2" + bytes(7) + b"[]"])
+def test_a_damaged_model_is_replaced(server: ObjectServer, tmp_path: Path, data: bytes) -> None:
+    save(server, state(1.0))
+    server.objects["exports/final/model.safetensors"].data = data
+    save(server, state(2.0))
+    assert_stored(server, tmp_path / "model", state(2.0))
+
+
 def test_a_model_is_not_replaced_without_overwrite(server: ObjectServer) -> None:
     save(server, state(1.0))
     before = contents(server)
