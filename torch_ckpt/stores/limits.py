@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,10 +16,6 @@ from torch_ckpt._base import exit_threads
 from torch_ckpt._base.life_cycle import before_thread_pools_end
 
 T = TypeVar("T")
-
-# Calls start threads, which Python 3.12 refuses later during the exit, and fsspec resolves names
-# of hosts in a thread pool. So saves must end first.
-before_thread_pools_end(exit_threads.join)
 
 _EMPTY = memoryview(b"")
 # Seconds between two checks of the limits.
@@ -153,6 +151,17 @@ def call(function: Callable[[], T], limits: Limits, feed: Feed | None = None) ->
     if not succeeded:
         raise value
     return value  # type: ignore[no-any-return]
+
+
+@functools.cache
+def end_saves_before_pools() -> None:
+    """Makes the interpreter's exit wait for saves before it ends thread pools.
+
+    Calls start threads, which Python 3.12 refuses later during the exit, and fsspec resolves the
+    names of hosts in a thread pool.
+    """
+    with suppress(RuntimeError):  # The exit has begun.
+        before_thread_pools_end(exit_threads.join)
 
 
 def _check(limits: Limits, begun: float, feed: Feed | None) -> None:

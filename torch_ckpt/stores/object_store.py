@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from torch_ckpt.stores.limits import Feed, Limits, call, pauses
+from torch_ckpt.stores.limits import Feed, Limits, call, end_saves_before_pools, pauses
 from torch_ckpt.stores.redaction import Redactor
 from torch_ckpt.stores.store_errors import Changed, translate, unknown_outcome
 from torch_ckpt.stores.urls import Root, check_name
@@ -103,6 +103,7 @@ class ObjectStore(ABC):
     """
 
     def __init__(self, root: Root, limits: Limits, redactor: Redactor) -> None:
+        end_saves_before_pools()
         self.root = root
         self.limits = limits
         self._redactor = redactor

@@ -255,16 +255,6 @@ def test_swapped_arguments_are_refused_with_the_right_order(
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/x", "memory://a"])
-def test_safetensors_are_not_saved_to_a_url(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"{url} is a URL"):
-        torch_ckpt.save({}, url, format="safetensors", no_dist=True)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_local_path_may_contain_colons(tmp_path: Path) -> None:
     for name in ("a:b", "./a://b", Path("s3://bucket/run")):
         torch_ckpt.save({"t": torch.ones(3)}, tmp_path / name)
