@@ -103,7 +103,7 @@ def _seaweedfs(
     command += [f"-dir={data}", "-filer", "-s3", f"-s3.port={port}", f"-s3.config={config}", *ports]
     command += [
         "-volume.max=60",
-        "-master.volumeSizeLimitMB=64",
+        "-master.volumeSizeLimitMB=512",
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
     ]

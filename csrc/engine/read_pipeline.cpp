@@ -103,6 +103,11 @@ void ReadPipeline::plan(std::vector<planning::WantedRecord> wanted, std::uint64_
     large->pieces_left = unit.pieces;
     large_[record] = std::move(large);
   }
+  if (!files_.are_in_store()) return;
+  units_ = planning::with_ends_ahead(std::move(units_), records_);
+  for (const planning::ReadUnit& unit : units_) {
+    if (unit.is_of_ends) files_.expect_unit(file_of(unit));
+  }
 }
 
 // --- tasks ---------------------------------------------------------------------------------------
@@ -149,7 +154,11 @@ void ReadPipeline::run_unit(const planning::ReadUnit& unit, Scratch& scratch) {
   auto file = files_.acquire(file_of(unit));
   Result<> done;
   if (file) {
-    done = unit.is_batch ? run_batch(unit, **file, scratch) : run_piece(unit, **file, scratch);
+    if (unit.is_of_ends) {
+      for (const std::size_t record : unit.records) open_large(record, **file);
+    } else {
+      done = unit.is_batch ? run_batch(unit, **file, scratch) : run_piece(unit, **file, scratch);
+    }
     file->reset();
   } else {
     done = file.error();
@@ -218,11 +227,8 @@ Result<> ReadPipeline::consume_record(std::size_t record, std::span<const std::b
 
 // --- large records -------------------------------------------------------------------------------
 
-Result<> ReadPipeline::run_piece(const planning::ReadUnit& unit, const DataFile& file,
-                                 Scratch& scratch) {
-  const std::size_t record = unit.records.front();
+void ReadPipeline::open_large(std::size_t record, const DataFile& file) {
   LargeRecord& large = *large_[record];
-  const Payload& payload = large.payload;
   std::call_once(large.opened, [&] {
     if (!lies_in_file(record, file)) return;
     const planning::StoredRecord& wanted = *records_[record].record;
@@ -230,8 +236,16 @@ Result<> ReadPipeline::run_piece(const planning::ReadUnit& unit, const DataFile&
     auto opened = sink_.open(record, archive);
     if (!opened) return sink_.fail(record, opened.error());
     large.payload = *opened;
-    if (large.bytes_from_begin < payload.bytes) large.payload.crc.reset();
+    if (large.bytes_from_begin < large.payload.bytes) large.payload.crc.reset();
   });
+}
+
+Result<> ReadPipeline::run_piece(const planning::ReadUnit& unit, const DataFile& file,
+                                 Scratch& scratch) {
+  const std::size_t record = unit.records.front();
+  LargeRecord& large = *large_[record];
+  const Payload& payload = large.payload;
+  open_large(record, file);
   if (!payload.is_read) return {};
   PayloadCheck check = check_of(payload);
   for (ByteRange range : unit.ranges) {

@@ -101,7 +101,8 @@ class ReadSink {
 //      Each task repeatedly takes the next unit.
 //   2. Small neighbouring records form one unit, which is a single read into scratch memory.
 //   3. A large record is divided into pieces. The first task that starts one of them reads both
-//      ends of the archive and calls open(). Each piece is then read in steps into scratch memory,
+//      ends of the archive and calls open(). In a store, the ends are units of their own, which
+//      precede the pieces. Each piece is then read in steps into scratch memory,
 //      and each step is consumed while it is in a cache.
 //   4. Once the pipeline has failed, because the sink called fail() or a task itself failed, all
 //      tasks stop before their next step.
@@ -161,6 +162,8 @@ class ReadPipeline {
   void run_unit(const planning::ReadUnit& unit, Scratch& scratch);
   Result<> run_batch(const planning::ReadUnit& unit, const DataFile& file, Scratch& scratch);
   Result<> consume_record(std::size_t record, std::span<const std::byte> bytes, Scratch& scratch);
+  /// Opens a large record, unless a task has opened it.
+  void open_large(std::size_t record, const DataFile& file);
   Result<> run_piece(const planning::ReadUnit& unit, const DataFile& file, Scratch& scratch);
   Result<> read_range(std::size_t record, planning::ByteRange range, const DataFile& file,
                       Scratch& scratch, PayloadCheck& check);

@@ -133,4 +133,39 @@ std::vector<ReadUnit> plan_reads(std::span<const WantedRecord> records,
   return units;
 }
 
+std::vector<ReadUnit> with_ends_ahead(std::vector<ReadUnit> units,
+                                      std::span<const WantedRecord> records) {
+  // A task reads the ends of a few neighbours, because the tail of one record and the head of the
+  // next are one request.
+  constexpr std::size_t kRecordsOfUnit = 4, kUnitsAhead = 2;
+  struct Ends {
+    ReadUnit unit;
+    std::size_t first_piece;  // in `units`
+  };
+  std::vector<Ends> all;
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    if (units[i].is_batch || units[i].piece != 0) continue;
+    const std::size_t record = units[i].records.front();
+    const auto continues = [&](const ReadUnit& ends) {
+      return ends.records.size() < kRecordsOfUnit &&
+             records[ends.records.front()].record->file == records[record].record->file;
+    };
+    if (all.empty() || !continues(all.back().unit)) {
+      all.push_back({{}, i});
+      all.back().unit.is_of_ends = true;
+    }
+    all.back().unit.records.push_back(record);
+  }
+  std::vector<ReadUnit> ordered;
+  ordered.reserve(units.size() + all.size());
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    while (next < all.size() && (next < kUnitsAhead || all[next - kUnitsAhead].first_piece <= i)) {
+      ordered.push_back(std::move(all[next++].unit));
+    }
+    ordered.push_back(std::move(units[i]));
+  }
+  return ordered;
+}
+
 }  // namespace torch_ckpt::planning

@@ -34,11 +34,12 @@ struct WantedPayload {
 /// is opened.
 std::vector<ByteRange> ranges_of(const WantedPayload& payload);
 
-/// One unit of a load: either a batch of small neighbouring records, read at once, or one piece of
-/// the requested bytes of a large record.
+/// One unit of a load: a batch of small neighbouring records, read at once; one piece of the
+/// requested bytes of a large record; or the ends of some large records, whose pieces follow.
 struct ReadUnit {
   std::vector<std::size_t> records;  // indices, ascending by offset; a piece has only one
   bool is_batch = false;
+  bool is_of_ends = false;
   std::uint64_t begin = 0;        // batch only: offset in the file
   std::uint64_t length = 0;       // batch only: number of bytes to read
   std::vector<ByteRange> ranges;  // piece only: ranges of the payload
@@ -58,6 +59,11 @@ struct ReadPlanLimits {
 /// Returns the piece size that lets `threads` threads share `wanted` bytes, but no size too small
 /// to be worth a separate read.
 std::uint64_t piece_bytes_for(std::uint64_t wanted, std::size_t threads);
+
+/// Inserts units that read the ends of large records before the pieces need them. Where each read
+/// is a request, the tasks then need not wait for small requests between the large ones.
+std::vector<ReadUnit> with_ends_ahead(std::vector<ReadUnit> units,
+                                      std::span<const WantedRecord> records);
 
 /// Sorts the records by file and offset and divides them into units. A small record that is only
 /// partly requested is treated like a large one, unless nearly all of it is requested or the record

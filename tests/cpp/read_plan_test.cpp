@@ -61,6 +61,35 @@ TEST(ReadPlan, UnitsAreInTheOrderOfTheFile) {
   EXPECT_EQ(units[1].records, (Indices{0}));
 }
 
+TEST(ReadPlan, TheEndsOfEachLargeRecordAreReadOnceAndBeforeItsPieces) {
+  std::vector<WantedRecord> records;
+  for (std::uint64_t i = 0; i < 23; ++i) records.push_back(whole(i / 11, 1000 * i, 1000));
+  records.push_back(whole(5, 0, 10));
+  const auto pieces = plan(records);
+  const auto units = with_ends_ahead(pieces, records);
+  std::vector<bool> is_opened(records.size());
+  std::size_t others = 0;
+  for (const ReadUnit& unit : units) {
+    for (const std::size_t record : unit.records) {
+      if (unit.is_of_ends) {
+        EXPECT_FALSE(is_opened[record]);
+        EXPECT_EQ(records[record].record->file, records[unit.records.front()].record->file);
+        is_opened[record] = true;
+      } else {
+        EXPECT_TRUE(is_opened[record] || unit.is_batch);
+      }
+    }
+    if (!unit.is_of_ends) {
+      ASSERT_LT(others, pieces.size());
+      EXPECT_EQ(unit.records, pieces[others].records);
+      EXPECT_EQ(unit.piece, pieces[others++].piece);
+    }
+  }
+  EXPECT_EQ(others, pieces.size());
+  // Not all at the beginning: their tasks would hold back the first pieces.
+  EXPECT_FALSE(units[3].is_of_ends);
+}
+
 TEST(ReadPlan, AReadSpansASmallGapButNotALargeOne) {
   const auto units = plan({whole(0, 0, 100), whole(0, 150, 100), whole(0, 301, 100)});
   ASSERT_EQ(units.size(), 2);
