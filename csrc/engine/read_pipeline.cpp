@@ -155,7 +155,9 @@ void ReadPipeline::run_unit(const planning::ReadUnit& unit, Scratch& scratch) {
   Result<> done;
   if (file) {
     if (unit.is_of_ends) {
-      for (const std::size_t record : unit.records) open_large(record, **file);
+      for (const std::size_t record : unit.records) {
+        if (!failure_.is_set()) open_large(record, **file);
+      }
     } else {
       done = unit.is_batch ? run_batch(unit, **file, scratch) : run_piece(unit, **file, scratch);
     }

@@ -60,8 +60,8 @@ struct ReadPlanLimits {
 /// to be worth a separate read.
 std::uint64_t piece_bytes_for(std::uint64_t wanted, std::size_t threads);
 
-/// Inserts units that read the ends of large records before the pieces need them. Where each read
-/// is a request, the tasks then need not wait for small requests between the large ones.
+/// Inserts units that read the ends of large records before the pieces need them. Each read of a
+/// store is a request, and otherwise all tasks of a record wait for the requests of its ends.
 std::vector<ReadUnit> with_ends_ahead(std::vector<ReadUnit> units,
                                       std::span<const WantedRecord> records);
 

@@ -86,7 +86,7 @@ TEST(ReadPlan, TheEndsOfEachLargeRecordAreReadOnceAndBeforeItsPieces) {
     }
   }
   EXPECT_EQ(others, pieces.size());
-  // Not all at the beginning: their tasks would hold back the first pieces.
+  // Not all ends come first, because the first pieces would wait for them.
   EXPECT_FALSE(units[3].is_of_ends);
 }
 
