@@ -549,9 +549,8 @@ class SafetensorsLayout:
         """The contents of the index; empty if a single file has none."""
 
     def checksums(self, extras: list[tuple[str, bytes]], written: list[dict[str, bytes]]) -> bytes:
-        """The contents of the file of checksums. The arguments are those of
-        ``ModelSave.complete``; ``extras`` includes the index. Raises Corrupt if the ranks have not
-        written all bytes."""
+        """The contents of the file of checksums, from the arguments of ``ModelSave.complete``.
+        ``extras`` includes the index. Raises Corrupt if the ranks have not written all bytes."""
 
     def object_files(
         self, coordinator: SaveCoordinator, prefix: str

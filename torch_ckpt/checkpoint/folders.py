@@ -10,21 +10,19 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 from torch_ckpt import _core
 from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker, read_marker
+from torch_ckpt.checkpoint.marker import read_marker, read_object_marker
 from torch_ckpt.checkpoint.step_names import DELETED_NAME, MARKER_NAME, STEP_NAME
 from torch_ckpt.errors import CheckpointError, Corrupt
-from torch_ckpt.stores import Entry, ObjectStore, open_store
+from torch_ckpt.stores import Entry, ObjectStore, at_once, open_store
 from torch_ckpt.stores.folder import ObjectFolder
-
-T = TypeVar("T")
 
 _METADATA_NAME = _core.metadata_name(None)
 
@@ -33,9 +31,6 @@ _READ_BYTES = 8 << 20
 
 # Web servers do not list objects, and credentials may not permit it.
 _NO_LISTING = (errno.EOPNOTSUPP, errno.EACCES)
-
-# Number of small requests at a time.
-_REQUESTS = 8
 
 # The names that Hugging Face's libraries give to the files of a model.
 _USUAL_NAMES = ("model.safetensors.index.json", "model.safetensors")
@@ -182,18 +177,10 @@ class RemoteFolder(ObjectFolder):
             if f"{step}/{MARKER_NAME}" in self._known
             and f"{step}/{DELETED_NAME}" not in self._known
         ]
-        markers = dict(zip(complete, _at_once(self._marker, complete), strict=True))
+        found = [self._known[f"{step}/{MARKER_NAME}"] for step in complete]
+        read = at_once(partial(read_object_marker, self.store), found)
+        markers = dict(zip(complete, read, strict=True))
         return {step: markers.get(step) for step in steps}
-
-    def _marker(self, step: str) -> dict[str, Any] | None:
-        try:
-            return parsed_marker(super().read(f"{step}/{MARKER_NAME}", MOST_MARKER_BYTES))
-        except FileNotFoundError:
-            return None  # It was deleted after the listing.
-        except OSError as error:
-            if error.errno != errno.EFBIG:
-                raise
-            return {}  # Any marker makes a step complete.
 
     def prepare(self, names: Iterable[str]) -> None:
         """Requests the sizes and versions of objects at once. Otherwise, the engine requests them
@@ -203,7 +190,7 @@ class RemoteFolder(ObjectFolder):
             with suppress(FileNotFoundError, ValueError):
                 self._calls.size(name)
 
-        _at_once(request, names)
+        at_once(request, names)
 
     def share(self) -> bool:
         return True
@@ -231,15 +218,6 @@ class RemoteFolder(ObjectFolder):
             if own is None or is_earlier or isinstance(own, ValueError):
                 raise
             raise own from None
-
-
-def _at_once(request: Callable[[str], T], names: Iterable[str]) -> list[T]:
-    """Makes a request for each name, several at a time. An exception does not wait for others."""
-    threads = ThreadPoolExecutor(_REQUESTS, "torch_ckpt requests")
-    try:
-        return [*threads.map(request, names)]
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
 
 
 #: The folder of a checkpoint that is read, or the root of a run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
+from torch_ckpt.stores import Entry, ObjectStore
 
 #: Size limit of a marker, in bytes. A longer file was not written by torch_ckpt.
 MOST_MARKER_BYTES = 16 << 20
@@ -29,6 +31,26 @@ def read_marker(directory: str) -> dict[str, Any] | None:
         return None
     except OSError:
         # The marker exists. Loading the step will report whether its files can be read.
+        return {}
+
+
+def read_object_marker(store: ObjectStore, marker: Entry) -> dict[str, Any] | None:
+    """Reads the marker of a step beneath a URL.
+
+    Args:
+        marker: the object, as it was found.
+
+    Returns: see :func:`read_marker`.
+    """
+    if marker.bytes > MOST_MARKER_BYTES:
+        return {}
+    try:
+        return parsed_marker(store.read(marker.name, MOST_MARKER_BYTES)[0])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
         return {}
 
 

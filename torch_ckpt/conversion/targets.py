@@ -174,10 +174,8 @@ def _upload(pieces: Iterator[memoryview], bytes: int, target: Output) -> None:
     """Stores a file at a URL."""
     folder, name = os.path.split(target.path)
     store = open_store(folder, target.storage_options)
-    with suppress(FileNotFoundError):
-        store.head(name)
-        if not target.overwrite:
-            raise exists_error(target.path)
+    if not target.overwrite and store.find(name) is not None:
+        raise exists_error(target.path)
     store.put(name, pieces, bytes)
 
 

@@ -2,7 +2,7 @@
 
 Beneath a URL, the steps of a publication are:
 
-1. The coordinator chooses a number that is larger than those of all versions, and deletes the stale
+1. The coordinator chooses a number above the numbers of all versions, and deletes the stale
    versions of an export.
 2. The version is stored like a model (huggingface/object_model.py). It replaces the objects of an
    interrupted publication of the same number. The marker ``write_completed`` comes last, on the

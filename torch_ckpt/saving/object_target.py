@@ -90,14 +90,14 @@ class ObjectTarget(CheckpointTarget):
         self.discard()
         self._rank, self._replaced = rank, None
         if rank == 0:
-            self.require_replaceable()
             found = self._store.find(self._metadata)
             self._replaced = None if found is None else found.version
+            self.require_replaceable()
         return Opened(DirectoryIdentity.of(self.directory), self.path)
 
     def require_replaceable(self) -> None:
         """Checks, on the coordinator, that this save may replace the contents of the URL."""
-        if not self.options.overwrite and self._store.find(self._metadata) is not None:
+        if not self.options.overwrite and self._replaced is not None:
             raise RuntimeError(
                 f"Checkpoint already exists in {self.path}; pass overwrite=True, in WriteOptions "
                 "or to FileSystemWriter, to replace it"

@@ -1,18 +1,18 @@
 """One step beneath a URL, as the target of a save and as the source of loads.
 
-The numbers are those of saving/object_target.py.
+The steps have the numbers of the steps in saving/object_target.py, which has the rest.
 
 1. The coordinator completes an interrupted deletion of the step. It refuses a complete step that
    the save must not replace.
-2. As there.
+2. As in saving/object_target.py.
 3. a. The coordinator reads the lease, and lists the objects of the step. If a file of the save is
       missing, because another job has swept it, the save fails.
-   b. It stores ``.metadata`` on the condition of there. A step that is replaced has the new values
-      from here on, and still the former marker.
+   b. It stores ``.metadata``, on the condition that the object has not changed since step 1. From
+      here on, a step that is replaced has the new values, and still the former marker.
    c. It stores the marker. The step is now complete.
    d. It deletes all objects of the step that the metadata does not name.
 4. If the request of 3c is refused, the coordinator restores the former ``.metadata``. If there was
-   none, it deletes its own. The files of the save are then deleted as there.
+   none, it deletes its own. Then the files of the save are deleted.
 5. If the outcome of 3b or 3c is unknown, or 4 fails, no object is deleted. A sweep deletes a step
    without a marker an hour later.
 
@@ -77,6 +77,7 @@ class ObjectStepTarget(ObjectTarget):
     def require_replaceable(self) -> None:
         if self._store.find(DELETED_NAME) is not None:
             remove_step(self._store, objects_of(self._store))
+            self._replaced = None
         elif not self._may_replace and self._store.find(MARKER_NAME) is not None:
             refuse_complete_step(self.path)
 

@@ -12,8 +12,8 @@
    objects before it stores ``.metadata``.
 5. The lease of the root is the object ``.lease`` (lease_object.py). The changes of 2 to 4 read the
    lease first. A run that loses the lease after that can still finish one change. The conditions of
-   2 keep it from mixing its values with those of another run, and the epochs in the markers show
-   which run is the newer (lineage.py).
+   2 keep it from mixing its values with the values of another run, and the epochs in the markers
+   show which run is the newer (lineage.py).
 6. A load takes no lock. If an object is deleted or replaced during the load, the load fails.
 """
 
@@ -23,12 +23,11 @@ import errno
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker
+from torch_ckpt.checkpoint.marker import read_object_marker
 from torch_ckpt.checkpoint.step_names import (
     DELETED_NAME,
     MARKER_NAME,
@@ -40,7 +39,7 @@ from torch_ckpt.options import ReadOptions, WriteOptions
 from torch_ckpt.steps.lease_object import LeaseObject
 from torch_ckpt.steps.step_objects import is_saving, objects_of, remove_step
 from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of, refuse_checkpoint
-from torch_ckpt.stores import Entry, Version, open_store
+from torch_ckpt.stores import Entry, Version, at_once, open_store
 from torch_ckpt.stores.probe import PROBE_PREFIX, probe
 
 if TYPE_CHECKING:
@@ -49,9 +48,6 @@ if TYPE_CHECKING:
 
 #: Age of the newest object, in seconds, after which a step without a marker counts as a leftover.
 LEFTOVER_SECONDS = 3600.0
-
-# Maximum number of markers that are read at once.
-_READS_AT_ONCE = 16
 
 
 class ObjectSteps(StepStore):
@@ -224,18 +220,10 @@ class ObjectSteps(StepStore):
             known = self._markers.get(name)
             if known is not None and known[0] == entry.version:
                 return known
-            if entry.bytes > MOST_MARKER_BYTES:
-                # torch_ckpt has not written it. A step with any marker is complete.
-                return entry.version, {}
-            try:
-                data, _version = self._store.read(f"{name}/{MARKER_NAME}", MOST_MARKER_BYTES)
-            except FileNotFoundError:
-                # Another process has deleted the step.
-                return None
-            return entry.version, parsed_marker(data)
+            marker = read_object_marker(self._store, entry)
+            return None if marker is None else (entry.version, marker)
 
-        with ThreadPoolExecutor(_READS_AT_ONCE, "torch_ckpt markers") as threads:
-            results = dict(zip(found, threads.map(read, found), strict=True))
+        results = dict(zip(found, at_once(read, found), strict=True))
         self._markers = {name: result for name, result in results.items() if result is not None}
         return {name: marker for name, (_version, marker) in self._markers.items()}
 

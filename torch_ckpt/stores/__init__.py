@@ -11,6 +11,7 @@ from torch_ckpt.stores.object_store import (
     Entry,
     ObjectStore,
     Version,
+    at_once,
     part_bytes,
     parts_in_flight,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "ObjectStore",
     "Options",
     "Version",
+    "at_once",
     "open_store",
     "part_bytes",
     "parts_in_flight",

@@ -6,6 +6,7 @@ import builtins
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from torch_ckpt.stores.urls import Root, check_name
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Q = TypeVar("Q")
 T = TypeVar("T")
 
 #: Smallest part of an upload.
@@ -27,8 +29,8 @@ _MOST_PARTS = 9000
 MOST_PARTS_IN_FLIGHT, MOST_BYTES_IN_FLIGHT = 4, 128 << 20
 #: Maximum number of objects that a listing yields.
 MOST_ENTRIES = 1_000_000
-# Maximum number of names in one request to delete.
-_NAMES_AT_ONCE = 1000
+# Maximum number of names in one request to delete, and of small requests in flight.
+_NAMES_AT_ONCE, _REQUESTS_AT_ONCE = 1000, 8
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,15 @@ class Entry(NamedTuple):
     bytes: int
     modified: float | None
     version: Version
+
+
+def at_once(request: Callable[[Q], T], arguments: Iterable[Q]) -> list[T]:
+    """Makes small requests, several at a time. An exception does not wait for the others."""
+    threads = ThreadPoolExecutor(_REQUESTS_AT_ONCE, "torch_ckpt requests")
+    try:
+        return [*threads.map(request, arguments)]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def part_bytes(bytes: int) -> int:
