@@ -45,9 +45,9 @@ from torch_ckpt.ranks.failures import reraise_torch_failures
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.saving import handle
 from torch_ckpt.saving.handle import AsyncSave
-from torch_ckpt.saving.object_target import ObjectTarget
+from torch_ckpt.saving.object_target import checkpoint_target
 from torch_ckpt.saving.save_state import StateDict
-from torch_ckpt.saving.target import DirectoryTarget, Target
+from torch_ckpt.saving.target import CheckpointTarget, Target
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.states import States
 from torch_ckpt.stores import open_store
@@ -131,7 +131,7 @@ def save(
     ranks = Exchange.open(group, "save", timeout)
     with ExitStack() as stack:
         with ranks:
-            if not isinstance(target(), (DirectoryTarget, ObjectTarget)):
+            if not isinstance(target(), CheckpointTarget):
                 raise ValueError('a planner can only save in the format "checkpoint"')
             writer = FileSystemWriter(checkpoint_id, **named_options(options))
             stack.enter_context(handle.saves.exclusive(ranks))
@@ -446,10 +446,7 @@ def target_of(
     if not isinstance(format, Safetensors):
         require_choice("format", format, ("checkpoint", "safetensors"))
         if format == "checkpoint":
-            if is_url(checkpoint_id):
-                store = open_store(str(checkpoint_id), options.storage_options)
-                return ObjectTarget(store, options)
-            return DirectoryTarget(checkpoint_id, options)
+            return checkpoint_target(checkpoint_id, options)
         format = Safetensors()
     if is_url(checkpoint_id):
         store = open_store(str(checkpoint_id), options.storage_options)

@@ -175,8 +175,9 @@ class ReadOptions:
             smaller than the stored tensors in some dimensions. The common region is loaded. The
             number of dimensions must be the same.
         read_once: if several ranks need the same contiguous tensor, one of the ranks reads the
-            tensor and sends the data to the other ranks over the process group. All ranks of the
-            group must load with this option.
+            tensor and sends the data to the other ranks over the process group. Beneath a URL, one
+            rank also reads the metadata for all ranks. All ranks of the group must load with this
+            option.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
         allow_pickle: accept metadata that names any type, and unpickle objects of any type. Use
             this option only for checkpoints that you trust. By default, only tensors, builtin

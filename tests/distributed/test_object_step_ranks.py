@@ -163,6 +163,39 @@ def case_with_read_once_the_ranks_fetch_each_byte_once(launch: Launch) -> None:
     assert wanted <= int(total) < 1.1 * wanted
 
 
+def case_with_read_once_one_rank_reads_the_metadata(launch: Launch) -> None:
+    steps = steps_of(launch)
+    save(steps, 1, {"t": tensor_of("t", 30)})
+    reads: list[str] = []
+
+    def made(before: Any) -> Any:
+        def read(self: ObjectStore, name: str, *args: Any) -> Any:
+            reads.append(name)
+            return before(self, name, *args)
+
+        return read
+
+    target = {"t": torch.zeros(30)}
+    with patched("read", made):
+        steps.load(1, target, options=ReadOptions(read_once=True))
+    assert_equal(target["t"], tensor_of("t", 30))
+    assert reads.count(".metadata") == (launch.rank == 0)
+
+
+def case_metadata_that_no_rank_can_read_fails_a_load_with_read_once_on_all(
+    launch: Launch,
+) -> None:
+    steps = steps_of(launch)
+    save(steps, 1, {"t": torch.ones(3)})
+    if launch.rank == 0:
+        steps._store.delete(["0000000001/.metadata"])
+    dist.barrier()
+    read_once = ReadOptions(read_once=True)
+    causes = failure_of(launch, steps.load, 1, {"t": torch.zeros(3)}, options=read_once)
+    assert isinstance(causes[0], FileNotFoundError)
+    assert ".metadata" in str(causes[0])
+
+
 def case_an_upload_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
     steps, mesh = steps_of(launch), mesh_1d(launch)
     with failing("put"):

@@ -10,15 +10,15 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torch_ckpt import _core
 from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.marker import read_marker, read_object_marker
+from torch_ckpt.checkpoint.marker import find_last_saved, read_marker, read_object_marker
 from torch_ckpt.checkpoint.step_names import DELETED_NAME, MARKER_NAME, STEP_NAME
 from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.stores import Entry, ObjectStore, at_once, open_store
@@ -119,6 +119,7 @@ class RemoteFolder(ObjectFolder):
             return self._names
         try:
             self._known = {entry.name: entry for entry in self.store.list()}
+            self._known |= find_last_saved(self.store, self._known)
         except OSError as error:
             if error.errno not in _NO_LISTING:
                 raise
@@ -203,21 +204,6 @@ class RemoteFolder(ObjectFolder):
             with suppress(FileNotFoundError, NotADirectoryError):
                 return self.contains(_METADATA_NAME) or bool(names_if_listed(self))
         return False
-
-    @contextmanager
-    def own_errors(self) -> Iterator[None]:
-        calls = self._calls
-        calls.error = None
-        try:
-            yield
-        except Exception as error:
-            own = calls.error
-            # The engine continues if an object is missing, and has its own error for a name that
-            # the store refuses.
-            is_earlier = isinstance(own, FileNotFoundError) and not isinstance(error, type(own))
-            if own is None or is_earlier or isinstance(own, ValueError):
-                raise
-            raise own from None
 
 
 #: The folder of a checkpoint that is read, or the root of a run.

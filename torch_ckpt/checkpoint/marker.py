@@ -5,12 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Container
 from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
-from torch_ckpt.checkpoint.step_names import MARKER_NAME
-from torch_ckpt.stores import Entry, ObjectStore
+from torch_ckpt.checkpoint.step_names import (
+    DELETED_NAME,
+    LAST_SAVED_NAME,
+    MARKER_NAME,
+    PINNED_NAME,
+    STEP_NAME,
+)
+from torch_ckpt.stores import Entry, ObjectStore, at_once
 
 #: Size limit of a marker, in bytes. A longer file was not written by torch_ckpt.
 MOST_MARKER_BYTES = 16 << 20
@@ -52,6 +59,29 @@ def read_object_marker(store: ObjectStore, marker: Entry) -> dict[str, Any] | No
         if error.errno != errno.EFBIG:
             raise
         return {}
+
+
+def find_last_saved(root: ObjectStore, listed: Container[str]) -> dict[str, Entry]:
+    """Finds the step that was saved last by the names of its objects, because a listing may not
+    have the newest objects yet.
+
+    Args:
+        root: the objects of a run.
+        listed: the names in the listing.
+
+    Returns:
+        The marker objects of the step; empty if the marker is listed, or if there is none.
+    """
+    try:
+        step = root.read(LAST_SAVED_NAME, MOST_MARKER_BYTES)[0].decode(errors="replace")
+    except FileNotFoundError:
+        return {}
+    marker = f"{step}/{MARKER_NAME}"
+    if not STEP_NAME.match(step) or marker in listed:
+        return {}
+    names = [marker, f"{step}/{DELETED_NAME}", f"{step}/{PINNED_NAME}"]
+    found = {entry.name: entry for entry in at_once(root.find, names) if entry is not None}
+    return found if marker in found else {}
 
 
 def parsed_marker(data: bytes) -> dict[str, Any]:

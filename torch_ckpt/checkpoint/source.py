@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
@@ -46,9 +46,25 @@ from torch_ckpt.checkpoint.metadata import (
 )
 from torch_ckpt.checkpoint.reading import Reading, copy_by_torch, in_waves
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
+from torch_ckpt.stores import Version
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+
+
+class RemoteMetadata(NamedTuple):
+    """The metadata of a checkpoint beneath a URL, as a rank has read it.
+
+    Attributes:
+        location, resolved: see :class:`Source`.
+        version: of the object.
+        data: contents of the object.
+    """
+
+    location: str
+    resolved: tuple[str, str] | None
+    version: Version
+    data: bytes
 
 
 class Source:
@@ -131,10 +147,42 @@ class Source:
             FileNotFoundError: there is no committed checkpoint.
             Corrupt, Unsafe, CheckpointError, OSError: the metadata cannot be read.
         """
+        self._open_by(lambda: self._open(names))
+
+    def remote_metadata(self) -> RemoteMetadata | None:
+        """Returns the metadata object that :meth:`open` has read, for :meth:`open_received` on
+        other ranks; None if the checkpoint has another form."""
+        folder = self.directory
+        if self._encoded is None or self.safetensors is not None or not self.has_all_ranks:
+            return None
+        if not isinstance(folder, RemoteFolder):
+            return None
+        data, at = self._encoded
+        version = folder.versions[os.path.basename(at)]
+        return RemoteMetadata(self.location, self.resolved, version, data)
+
+    def open_received(self, received: RemoteMetadata) -> None:
+        """Opens the checkpoint beneath a URL whose metadata another rank has read. Makes no
+        request.
+
+        Raises: see :meth:`open`.
+        """
+
+        def open_folder() -> tuple[bytes, str]:
+            folder = RemoteFolder(received.location, self.options.storage_options)
+            folder.versions[METADATA_NAME] = received.version
+            self.directory, self.location = folder, received.location
+            self.resolved, self.has_all_ranks = received.resolved, True
+            return received.data, os.path.join(folder.path, METADATA_NAME)
+
+        self._open_by(open_folder)
+
+    def _open_by(self, open_folder: Callable[[], tuple[bytes, str]]) -> None:
+        """Opens the folder, and builds the index of the metadata that ``open_folder`` returns."""
         self.index = self.safetensors = self.metadata_digest = None
         self._metadata = self._descriptors = None
         try:
-            data, _at = self._encoded = self._open(names)
+            data, _at = self._encoded = open_folder()
             if self.safetensors is not None:
                 self.index = self.safetensors.index
             elif self.options.allow_pickle:

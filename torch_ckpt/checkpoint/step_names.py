@@ -21,6 +21,9 @@ PINNED_NAME = _core.PINNED_NAME
 #: A step beneath a URL is being deleted if it has an object of this name.
 DELETED_NAME = "deleted"
 
+#: Object beneath the URL of a root that contains the name of the step that was saved last.
+LAST_SAVED_NAME = ".last_saved"
+
 
 def step_name(step: int) -> str:
     """Returns the name of a step's directory: the step number, padded to ten digits.

@@ -26,7 +26,7 @@ import torch
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.checks import refuse_keyword, require_at_least, require_instance, reusable
-from torch_ckpt._base.paths import absolute, refuse_url
+from torch_ckpt._base.paths import absolute
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.dtypes import parse_dtype
 from torch_ckpt.errors import CheckpointError
@@ -246,13 +246,9 @@ class LocalModelTarget(ModelTarget):
 
     Args:
         path, format, options: see :class:`ModelTarget`.
-
-    Raises:
-        ValueError: ``path`` is a URL.
     """
 
     def __init__(self, path: StrPath, format: Safetensors, options: WriteOptions) -> None:
-        refuse_url(path)
         super().__init__(absolute(path), format, options)
         self._given_path = os.fspath(path)
         self._parent = Path(self.path).parent

@@ -2,7 +2,7 @@
 
 1. Every rank builds targets for the values, and compares them with the checkpoint: names, kinds,
    shapes and dtypes. If any rank cannot load, all ranks raise, and no value has been changed. Ranks
-   exchange plans only for ``read_once``.
+   exchange plans and metadata only for ``read_once``.
 2. Every rank allocates memory for the meta tensors to load, and reads the values that it needs. The
    engine plans the reads from the index. torch describes the parts of tensors that the engine does
    not know, such as ShardedTensors (checkpoint/flat_state.py). Tensors are filled in place.
@@ -52,7 +52,7 @@ from torch_ckpt.loading.match import (
 from torch_ckpt.loading.page_cache import RankReads, want_same_bytes
 from torch_ckpt.loading.renaming import Rename, new_names, rename_in, suggested_rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
-from torch_ckpt.loading.shared_reads import read_once
+from torch_ckpt.loading.shared_reads import open_once, read_once
 from torch_ckpt.options import LEAST_INFLIGHT_BYTES
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import CheckpointFailed
@@ -212,6 +212,8 @@ class LoadRun:
             CheckpointException: a rank failed; raised on every rank with the cause from each failed
                 rank.
         """
+        if self._source.options.read_once and self._ranks.distributed:
+            open_once(self._source, self._metadata_names(), self._ranks, process_group)
         match, by_state = self._agree(strict)
         assert match is not None
         self._ranks.run("load", partial(self._read, match, process_group))
@@ -259,7 +261,8 @@ class LoadRun:
     @no_gc()
     def _open(self) -> None:
         source = self._source
-        source.open((METADATA_NAME, _core.metadata_name(self._ranks.rank)))
+        if source.index is None:  # open_once() has opened nothing
+            source.open(self._metadata_names())
         assert source.index is not None
         index, old_names = source.index, {}
         if self._rename is not None:
@@ -274,6 +277,9 @@ class LoadRun:
             source.size_rule,
             loads_all=self._chosen is None,
         )
+
+    def _metadata_names(self) -> tuple[str, str]:
+        return METADATA_NAME, _core.metadata_name(self._ranks.rank)
 
     def _target(self, key: str) -> Any:
         """Returns the target for the value of a key."""

@@ -1,5 +1,11 @@
 """Reads data that several ranks want from only one of these ranks (``read_once``).
 
+Metadata beneath a URL: rank 0 opens the checkpoint, reads the metadata and broadcasts it
+(:func:`open_once`). The other ranks open the checkpoint without a request. In a directory, every
+rank reads the metadata, because it opens and locks the directory anyway.
+
+Data (:func:`read_once`):
+
 1. Every rank sends digests of its reads to all ranks, or reports that it has failed. If any rank
    has failed, no rank reads. The smallest memory limit of all ranks applies to the data sent.
 2. Each read that several ranks want is assigned to one of them, its owner, so that all ranks read
@@ -18,8 +24,9 @@ This requires that the parts can be verified.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +34,53 @@ import torch.distributed as dist
 
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.dtypes import lost_precision
 from torch_ckpt.checkpoint.reading import Reading
-from torch_ckpt.checkpoint.source import Source
+from torch_ckpt.checkpoint.source import RemoteMetadata, Source
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes
+from torch_ckpt.ranks.exchange import Exchange
 
 #: Maximum size in bytes of a batch, and of a part of a large tensor.
 BATCH_BYTES = 64 << 20
 
 _FAILED = "failed"
+
+
+def open_once(
+    source: Source, names: Sequence[str], ranks: Exchange, group: dist.ProcessGroup | None
+) -> None:
+    """Opens a checkpoint beneath a URL on all ranks of the group, which all must call it.
+
+    Opens nothing on the other ranks if they load other paths, or if the checkpoint is a directory
+    or consists of safetensors files: then each rank must open the checkpoint itself.
+
+    Args:
+        names: see :meth:`Source.open`.
+        ranks: the ranks of the group, which exchange failures.
+    """
+
+    def open_first() -> tuple[tuple[str, RemoteMetadata | None], bytes]:
+        path, found = os.fspath(source.path), None
+        if ranks.rank == 0 and is_url(path):
+            source.open(names)
+            found = source.remote_metadata()
+        if found is None:
+            return (path, None), b""
+        return (path, found._replace(data=b"")), found.data
+
+    def combine(opened: list[tuple[str, RemoteMetadata | None]]) -> RemoteMetadata | None:
+        return opened[0][1] if len({path for path, _found in opened}) == 1 else None
+
+    def receive() -> None:
+        with ranks.alive(source.progress), source.elsewhere():
+            received = _broadcast(data, group)
+        if ranks.rank != 0:
+            source.open_received(found._replace(data=received))
+
+    found, data = ranks.exchange("open", open_first, combine)
+    if found is not None:
+        ranks.run("open", receive)
 
 
 def read_once(
@@ -207,6 +252,19 @@ def _send_all(
             for part in batch:
                 part.copy_(buffer[begin : begin + part.numel()])
                 begin += part.numel()
+
+
+def _broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:
+    """Returns the bytes that the first rank of the group passes."""
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    device = _device_of(group, torch.device("cpu"))
+    size = torch.tensor(len(data), device=device)
+    dist.broadcast(size, src=first, group=group)
+    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, src=first, group=group)
+    return buffer.cpu().numpy().tobytes()
 
 
 def _batches(tensors: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:

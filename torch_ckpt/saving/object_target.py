@@ -18,6 +18,7 @@ Two saves at the same time have different names for their files, and one of them
 from __future__ import annotations
 
 import errno
+import os
 import uuid
 import weakref
 from collections.abc import Collection, Sequence
@@ -25,15 +26,21 @@ from typing import Any
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.log import warn
+from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, decode_index
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
-from torch_ckpt.saving.target import CheckpointTarget, Opened, require_one_target
+from torch_ckpt.saving.target import (
+    CheckpointTarget,
+    DirectoryTarget,
+    Opened,
+    require_one_target,
+)
 from torch_ckpt.saving.write import Written
-from torch_ckpt.stores import Changed, ObjectStore, Version
+from torch_ckpt.stores import Changed, ObjectStore, Version, open_store
 from torch_ckpt.stores.folder import CLEANUP_SECONDS, ObjectFolder
 from torch_ckpt.stores.store_errors import unknown_outcome
 
@@ -195,6 +202,23 @@ class ObjectTarget(CheckpointTarget):
         if self._remove_all is not None:
             self._remove_all()
         self.keep_all()
+
+
+def checkpoint_target(
+    path: str | os.PathLike[str],
+    options: WriteOptions,
+    own_rank: int | None = None,
+    ends_earlier: bool = True,
+) -> DirectoryTarget | ObjectTarget:
+    """Returns the target of a checkpoint in a directory or beneath a URL.
+
+    Args:
+        own_rank, ends_earlier: see :class:`DirectoryTarget`.
+    """
+    if is_url(path):
+        store = open_store(os.fspath(path), options.storage_options)
+        return ObjectTarget(store, options, own_rank)
+    return DirectoryTarget(path, options, own_rank, ends_earlier)
 
 
 def _remove_tagged(store: ObjectStore, tag: str) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.checks import require_instance
-from torch_ckpt._base.paths import absolute, refuse_url
+from torch_ckpt._base.paths import absolute
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.lease import DirectoryLease, refuse_hidden_save, remove_own
 from torch_ckpt.errors import CheckpointError
@@ -191,9 +191,6 @@ class DirectoryTarget(CheckpointTarget):
         directory_path: path of the directory that is written; the directory may get another name at
             the commit.
         lease: the lease on the directory, if this rank has one.
-
-    Raises:
-        ValueError: ``path`` is a URL.
     """
 
     def __init__(
@@ -203,7 +200,6 @@ class DirectoryTarget(CheckpointTarget):
         own_rank: int | None = None,
         ends_earlier: bool = True,
     ) -> None:
-        refuse_url(path)
         super().__init__(absolute(path), options)
         self.directory_path = self.path
         self.lease: DirectoryLease | None = None

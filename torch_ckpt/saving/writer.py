@@ -27,11 +27,10 @@ from torch_ckpt.checkpoint.file_system import OnAnyFileSystem, torch_writes
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.options import DEFAULT_OPTIONS, Background, WriteOptions
 from torch_ckpt.saving.items import completed, encoded_with, results_of, sources_of
-from torch_ckpt.saving.object_target import ObjectTarget
+from torch_ckpt.saving.object_target import ObjectTarget, checkpoint_target
 from torch_ckpt.saving.snapshots import copy_of_state
 from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.saving.write import write_files
-from torch_ckpt.stores import open_store
 
 
 class FileSystemWriter(OnAnyFileSystem, StockWriter):
@@ -225,11 +224,9 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
     def target(self) -> DirectoryTarget | ObjectTarget:
         """The target of the save that has begun; else a new one."""
         if self._target is None:
-            own_rank, options = None if self.use_collectives else self.rank, self.write_options()
-            self._target = (
-                ObjectTarget(open_store(str(self.path), options.storage_options), options, own_rank)
-                if is_url(self.path)
-                else DirectoryTarget(self.path, options, own_rank, self.ends_earlier_leases)
+            own_rank = None if self.use_collectives else self.rank
+            self._target = checkpoint_target(
+                self.path, self.write_options(), own_rank, self.ends_earlier_leases
             )
         return self._target
 

@@ -9,7 +9,8 @@ The steps have the numbers of the steps in saving/object_target.py, which has th
       missing, because another job has swept it, the save fails.
    b. It stores ``.metadata``, on the condition that the object has not changed since step 1. From
       here on, a step that is replaced has the new values, and still the former marker.
-   c. It stores the marker. The step is now complete.
+   c. It stores the marker. The step is now complete. Then it stores the name of the step in the
+      object ``.last_saved`` of the root.
    d. It deletes all objects of the step that the metadata does not name.
 4. If the request of 3c is refused, the coordinator restores the former ``.metadata``. If there was
    none, it deletes its own. Then the files of the save are deleted.
@@ -27,10 +28,17 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import encoded_marker
 from torch_ckpt.checkpoint.source import Source
-from torch_ckpt.checkpoint.step_names import DELETED_NAME, MARKER_NAME, PINNED_NAME
+from torch_ckpt.checkpoint.step_names import (
+    DELETED_NAME,
+    LAST_SAVED_NAME,
+    MARKER_NAME,
+    PINNED_NAME,
+    step_name,
+)
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.options import ReadOptions, WriteOptions
 from torch_ckpt.saving.object_target import ObjectTarget
@@ -45,7 +53,7 @@ class ObjectStepTarget(ObjectTarget):
     """One step beneath a URL; see the module's docstring.
 
     Args:
-        store: the objects of the step.
+        root: the objects of the run.
         step: step number.
         options: the options of the save.
         may_replace, marker: see :meth:`StepStore.target`.
@@ -53,14 +61,15 @@ class ObjectStepTarget(ObjectTarget):
 
     def __init__(
         self,
-        store: ObjectStore,
+        root: ObjectStore,
         step: int,
         options: WriteOptions,
         *,
         may_replace: bool,
         marker: Callable[[], dict[str, Any]],
     ) -> None:
-        super().__init__(store, options)
+        super().__init__(root.beneath(step_name(step)), options)
+        self._root = root
         self._step = step
         self._may_replace = may_replace
         self._marker = marker
@@ -104,7 +113,16 @@ class ObjectStepTarget(ObjectTarget):
             self._store.put(MARKER_NAME, [memoryview(document)], len(document))
         except OSError as error:
             self._undo(error, former)
+        self._record_last_saved()
         return objects.keys() - {*files, self._metadata, MARKER_NAME, PINNED_NAME}
+
+    def _record_last_saved(self) -> None:
+        name = step_name(self._step).encode()
+        try:
+            self._root.put(LAST_SAVED_NAME, [memoryview(name)], len(name))
+        except OSError as error:
+            # The step is complete. Only a listing that lags could hide it.
+            LOGGER.warning("%s: %s", self.path, error)
 
     def _undo(self, error: OSError, former: bytes | None) -> None:
         """Restores the former metadata after the marker could not be stored.

@@ -10,11 +10,13 @@
    saving and whose newest object is older than an hour, by the clocks of the server and of this
    machine. If another process is still saving such a step, that save fails, because it lists its
    objects before it stores ``.metadata``.
-5. The lease of the root is the object ``.lease`` (lease_object.py). The changes of 2 to 4 read the
+5. After a save has stored the marker, it stores the name of the step in ``.last_saved``. A reader
+   finds this step by its name, so a server whose listings lag cannot hide the step.
+6. The lease of the root is the object ``.lease`` (lease_object.py). The changes of 2 to 4 read the
    lease first. A run that loses the lease after that can still finish one change. The conditions of
    2 keep it from mixing its values with the values of another run, and the epochs in the markers
    show which run is the newer (lineage.py).
-6. A load takes no lock. If an object is deleted or replaced during the load, the load fails.
+7. A load takes no lock. If an object is deleted or replaced during the load, the load fails.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.marker import read_object_marker
+from torch_ckpt.checkpoint.marker import find_last_saved, read_object_marker
 from torch_ckpt.checkpoint.step_names import (
     DELETED_NAME,
     MARKER_NAME,
@@ -99,7 +101,9 @@ class ObjectSteps(StepStore):
         return max(of_lease, self._newest_epoch_of_markers())
 
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
-        steps = _by_step(self._store.list())
+        found = {entry.name: entry for entry in self._store.list()}
+        found |= find_last_saved(self._store, found)
+        steps = _by_step(found.values())
         markers = self._read_markers(
             {name: found[MARKER_NAME] for name, found in steps.items() if _is_complete(found)}
         )
@@ -153,7 +157,7 @@ class ObjectSteps(StepStore):
         from torch_ckpt.steps.object_step import ObjectStepTarget
 
         return ObjectStepTarget(
-            self._store.beneath(step_name(step)),
+            self._store,
             step,
             options,
             may_replace=may_replace,
@@ -218,7 +222,7 @@ class ObjectSteps(StepStore):
         def read(name: str) -> tuple[Version, dict[str, Any]] | None:
             entry = found[name]
             known = self._markers.get(name)
-            if known is not None and known[0] == entry.version:
+            if known is not None and known[0] == entry.version and entry.version.is_unique:
                 return known
             marker = read_object_marker(self._store, entry)
             return None if marker is None else (entry.version, marker)

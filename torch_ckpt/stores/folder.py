@@ -70,13 +70,14 @@ class ObjectFolder:
 
     @contextmanager
     def own_errors(self) -> Iterator[None]:
-        """Block with calls of the engine. Raises the store's error instead of the engine's, which
-        has its text."""
-        self._calls.error = None
+        """Block with calls of the engine. If the engine fails because a request has failed, raises
+        the error of that request, which has its own class."""
+        errors = self._calls.errors
+        errors.clear()
         try:
             yield
-        except Exception as error:
-            raise (self._calls.error or error) from None
+        except OSError as error:
+            raise errors.get((error.errno, error.filename), error) from None
 
 
 class _Files:
@@ -87,40 +88,37 @@ class _Files:
         self._lock = threading.Lock()
         self._uploads: dict[str, _Upload] = {}
         self._entries: dict[str, Entry] = {}
-        #: The first error of a call.
-        self.error: BaseException | None = None
+        #: The errors of calls, by errno and URL.
+        self.errors: dict[tuple[int | None, str], OSError] = {}
 
     def write(self, name: str, piece: _core.FilePiece) -> None:
         with self._lock:
             upload = self._uploads.get(name)
             if upload is None:
                 upload = self._uploads[name] = _Upload(self._store, name, piece.file_bytes)
-        with self._keeping_error():
+        with self._keeping_errors():
             upload.send(piece)
 
     def size(self, name: str) -> int:
         with self._lock:
             entry = self._entries.get(name)
         if entry is None:
-            with self._keeping_error():
+            with self._keeping_errors():
                 entry = self._store.head(name)
             with self._lock:
                 entry = self._entries.setdefault(name, entry)
         return entry.bytes
 
     def read(self, name: str, offset: int, bytes: int) -> memoryview:
-        with self._keeping_error():
+        with self._keeping_errors():
             return self._store.read_range(name, offset, bytes, self._entries[name].version)
 
     @contextmanager
-    def _keeping_error(self) -> Iterator[None]:
+    def _keeping_errors(self) -> Iterator[None]:
         try:
             yield
-        except InterruptedError:
-            raise  # a consequence of another failure
-        except BaseException as error:
-            with self._lock:
-                self.error = self.error or error.with_traceback(None)
+        except OSError as error:
+            self.errors[error.errno, error.filename] = error.with_traceback(None)
             raise
 
     def end_uploads(self) -> list[str]:

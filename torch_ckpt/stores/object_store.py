@@ -46,6 +46,12 @@ class Version:
     bytes: int | None = None
     modified: float | None = None
 
+    @property
+    def is_unique(self) -> bool:
+        """True if no other version of the object agrees with this one. Otherwise, a version of the
+        same size agrees if it was stored within the resolution of the server's clock."""
+        return self.generation is not None or self.etag is not None
+
     def agrees(self, other: Version) -> bool:
         """True if no part that both versions have differs."""
         for name in ("generation", "etag"):

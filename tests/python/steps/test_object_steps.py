@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,11 @@ from tests.object_steps import (
     state_of,
 )
 from tests.support import assert_equal, cause_of, random_tensor, save_step, start_step
-from torch_ckpt import WriteOptions
+from torch_ckpt import ReadOptions, WriteOptions
+from torch_ckpt.checkpoint.step_names import DELETED_NAME, LAST_SAVED_NAME
 from torch_ckpt.steps import MARKER_NAME, MOST_MARKER_BYTES, open_steps
 from torch_ckpt.steps.object_steps import ObjectSteps
+from torch_ckpt.stores import Entry, ObjectStore
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
 
@@ -121,8 +125,73 @@ def test_markers_are_read_again_only_if_they_have_changed(
     s3.log.clear()
     assert s3_steps.entries()[1].metrics == {"loss": 1.0}
     assert [request.key for request in s3.log if request.kind == "get"] == [
-        f"run/0000000002/{MARKER_NAME}"
+        f"run/{LAST_SAVED_NAME}",
+        f"run/0000000002/{MARKER_NAME}",
     ]
+
+
+def test_a_marker_without_a_version_is_read_again(s3_steps: ObjectSteps, s3: ObjectServer) -> None:
+    s3.etags = False
+    marker = f"0000000001/{MARKER_NAME}"
+    for loss in (1.0, 2.0):
+        put(s3_steps, marker, b'{"metrics": {"loss": %.1f}}' % loss)
+        s3.objects[f"run/{marker}"].modified = datetime(2026, 1, 1, tzinfo=timezone.utc)
+        [entry] = s3_steps.entries()
+        assert entry.metrics == {"loss": loss}
+
+
+# --- a listing that lags --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lagging(steps: ObjectSteps, monkeypatch: pytest.MonkeyPatch) -> ObjectSteps:
+    """Two steps, of which listings do not have the second yet."""
+    save(steps, 1, state_of(1))
+    save(steps, 2, state_of(2))
+    complete_list = ObjectStore.list
+
+    def list_old(self: ObjectStore, prefix: str = "") -> Iterator[Entry]:
+        names = ("0000000002", LAST_SAVED_NAME)
+        return (entry for entry in complete_list(self, prefix) if not entry.name.startswith(names))
+
+    monkeypatch.setattr(ObjectStore, "list", list_old)
+    return steps
+
+
+def test_a_listing_that_lags_does_not_hide_the_step_saved_last(lagging: ObjectSteps) -> None:
+    found = lagging.entries()
+    assert [(entry.step, entry.complete) for entry in found] == [(1, True), (2, True)]
+    assert found[1].bytes > state_of()["model"]["large"].nbytes
+
+
+def test_the_url_of_a_root_leads_to_the_step_saved_last_if_the_listing_lags(
+    lagging: ObjectSteps,
+) -> None:
+    options = lagging._with_storage(ReadOptions())
+    with torch_ckpt.open(lagging.root, options=options) as checkpoint:
+        assert checkpoint.location == f"{lagging.root}/0000000002"
+
+
+def test_a_deleted_step_is_not_found_by_its_name(lagging: ObjectSteps) -> None:
+    put(lagging, f"0000000002/{DELETED_NAME}", b"")
+    assert kinds_of(lagging)[2] != "complete"
+    lagging._store.delete([f"0000000002/{MARKER_NAME}"])
+    assert kinds_of(lagging) == {1: "complete"}
+
+
+@pytest.mark.parametrize("content", [b"", b"../0000000002", b"0000000009", b"\xff"])
+def test_a_wrong_record_of_the_last_save_is_ignored(steps: ObjectSteps, content: bytes) -> None:
+    save(steps, 1, state_of())
+    put(steps, LAST_SAVED_NAME, content)
+    assert kinds_of(steps) == {1: "complete"}
+
+
+def test_a_save_succeeds_although_its_name_cannot_be_recorded(
+    s3_steps: ObjectSteps, s3: ObjectServer
+) -> None:
+    s3.fault = failing("put", LAST_SAVED_NAME)
+    save(s3_steps, 1, state_of())
+    assert kinds_of(s3_steps) == {1: "complete"}
 
 
 def test_a_marker_that_is_too_long_is_not_read_and_counts_as_empty(
@@ -134,7 +203,7 @@ def test_a_marker_that_is_too_long_is_not_read_and_counts_as_empty(
     s3.log.clear()
     [entry] = s3_steps.entries()
     assert (entry.complete, entry.metrics) == (True, {})
-    assert s3.kinds() == ["list"]
+    assert f"run/0000000001/{MARKER_NAME}" not in [request.key for request in s3.log]
 
 
 @pytest.mark.parametrize("root", ["nowhere://run", "s3://user:secret@bucket/run"])
