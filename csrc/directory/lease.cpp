@@ -97,12 +97,11 @@ Result<std::vector<std::string>> find_missing(const os::Directory& directory,
   std::vector<std::string> missing;
   for (const std::string& file : files) {
     if (std::ranges::binary_search(*listed, file)) continue;
-    // The listing does not contain files in subdirectories.
-    if (file.find('/') != std::string::npos) {
-      auto found = directory.identity_of(file);
-      if (found) continue;
-      if (found.error().sys_errno != ENOENT) return found.error();
-    }
+    // The listing does not contain files in subdirectories, and the listing of a network file system
+    // may lack files that other hosts have created.
+    auto found = directory.identity_of(file);
+    if (found) continue;
+    if (found.error().sys_errno != ENOENT) return found.error();
     missing.push_back(file);
   }
   return missing;
@@ -195,8 +194,9 @@ Result<> DirectoryLease::require_files(const std::set<std::string>& files) const
     if (Clock::now() >= until) {
       Error error = system_error(ENOENT, "commit", directory_.path_of(missing->front()));
       error.detail =
-          "the file was removed after it was written, but the metadata names it; nothing was "
-          "published. Save again, and keep other processes from removing files in the directory";
+          "the metadata names this file, but the file is not in the directory, so nothing was "
+          "published. Another process has removed it, or the hosts of the ranks do not share the "
+          "directory. Check that all hosts have the same file system there, then save again";
       return error;
     }
     std::this_thread::sleep_for(kPollInterval);

@@ -80,7 +80,11 @@ class LocalFolder(OpenDirectory):
             size = os.fstat(stream.fileno()).st_size
             if size > limit:
                 raise _too_large(path, size, limit)
-            return stream.read(size)
+            # Read to the end, because a network file system may report the size of an earlier file.
+            data = stream.read()
+            if len(data) > limit:
+                raise _too_large(path, len(data), limit)
+            return data
         finally:
             # The contents have been read, so an error from close() does not matter.
             with suppress(OSError):

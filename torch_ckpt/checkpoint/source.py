@@ -30,7 +30,7 @@ from torch_ckpt._base.paths import is_url
 from torch_ckpt._base.progress import Progress, reporting
 from torch_ckpt.checkpoint.directory import share_or_warn
 from torch_ckpt.checkpoint.dtypes import Conversions, lost_precision
-from torch_ckpt.checkpoint.folders import Folder, RemoteFolder
+from torch_ckpt.checkpoint.folders import Folder, LocalFolder, RemoteFolder
 from torch_ckpt.checkpoint.index import (
     METADATA_NAME,
     decode_index,
@@ -45,6 +45,7 @@ from torch_ckpt.checkpoint.metadata import (
     metadata_of,
 )
 from torch_ckpt.checkpoint.reading import Reading, copy_by_torch, in_waves
+from torch_ckpt.checkpoint.shared_directory import PAUSE_SECONDS, STALE_SECONDS, may_be_stale
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
 from torch_ckpt.stores import Version
 
@@ -178,23 +179,35 @@ class Source:
         self._open_by(open_folder)
 
     def _open_by(self, open_folder: Callable[[], tuple[bytes, str]]) -> None:
-        """Opens the folder, and builds the index of the metadata that ``open_folder`` returns."""
-        self.index = self.safetensors = self.metadata_digest = None
-        self._metadata = self._descriptors = None
-        try:
-            data, _at = self._encoded = open_folder()
-            if self.safetensors is not None:
-                self.index = self.safetensors.index
-            elif self.options.allow_pickle:
-                self.index = index_of(self.metadata(), self.title)
-            else:
-                self.index = decode_index(*self._encoded)
-            self.tables = self.index
-            if self.options.read_once:
-                self.metadata_digest = hashlib.blake2b(data, digest_size=16).digest()
-        except BaseException:
-            self.close()
-            raise
+        """Opens the folder, and builds the index of the metadata that ``open_folder`` returns.
+        Opens it again as long as the metadata may be stale."""
+        give_up = 0.0
+        while True:
+            self.index = self.safetensors = self.metadata_digest = None
+            self._metadata = self._descriptors = None
+            try:
+                self._encoded = open_folder()
+                self._build_index(*self._encoded)
+                return
+            except BaseException as error:
+                folder = self.directory
+                is_stale = isinstance(folder, LocalFolder) and may_be_stale(folder, error)
+                self.close()
+                give_up = give_up or time.monotonic() + STALE_SECONDS
+                if not is_stale or time.monotonic() >= give_up:
+                    raise
+            time.sleep(PAUSE_SECONDS)
+
+    def _build_index(self, data: bytes, source: str) -> None:
+        if self.safetensors is not None:
+            self.index = self.safetensors.index
+        elif self.options.allow_pickle:
+            self.index = index_of(self.metadata(), self.title)
+        else:
+            self.index = decode_index(data, source)
+        self.tables = self.index
+        if self.options.read_once:
+            self.metadata_digest = hashlib.blake2b(data, digest_size=16).digest()
 
     def open_files(self) -> None:
         """Opens the directory or the objects, without the metadata, which the caller has."""

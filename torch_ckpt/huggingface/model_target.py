@@ -29,6 +29,7 @@ from torch_ckpt._base.checks import refuse_keyword, require_at_least, require_in
 from torch_ckpt._base.paths import absolute
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.dtypes import parse_dtype
+from torch_ckpt.checkpoint.shared_directory import Probe, View, wait_for
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.transformers_config import CONFIG_NAME, Config
 from torch_ckpt.loading.renaming import Rename, new_names
@@ -252,6 +253,7 @@ class LocalModelTarget(ModelTarget):
         super().__init__(absolute(path), format, options)
         self._given_path = os.fspath(path)
         self._parent = Path(self.path).parent
+        self._rank = 0
         self._directory: OpenDirectory | None = None
         self._save: NewDirectory | None = None
         self._layout: _core.SafetensorsLayout | None = None
@@ -259,6 +261,7 @@ class LocalModelTarget(ModelTarget):
 
     def open(self, rank: int, ranks: int) -> Opened:
         self.discard()
+        self._rank = rank
         path = self._given_path
         if Path(path).name in ("", "..") or (os.path.exists(path) and os.path.samefile(path, ".")):
             raise CheckpointError(
@@ -276,16 +279,19 @@ class LocalModelTarget(ModelTarget):
         """Lays out the files, and creates the directory under a temporary name.
 
         Returns:
-            For each rank: the directory's name, its temporary name, and the places of the tensors.
+            For each rank: the directory's name, its temporary name with the coordinator's view of
+            the parent directory, and the places of the tensors.
 
         Raises:
             CheckpointError: the files cannot hold a value.
             FileExistsError: the directory exists and must not be replaced.
         """
         require_one_target(opened)
+        assert self._directory is not None
         self._layout = self._layout_of(plan)
         self._save = self.new_directory()
-        names = f"{self._save.name}\0{self._save.temporary}\0".encode()
+        created = Probe(self._save.temporary, View.of(self._directory))
+        names = b"%b\0%b\0" % (self._save.name.encode(), created.encode())
         offers = [one.memory for one in opened]
         return [names + places for places in self._layout.places_of_plan(plan.coordinator, offers)]
 
@@ -298,11 +304,14 @@ class LocalModelTarget(ModelTarget):
     def files(
         self, state: SaveState, items: bytes, layout: bytes
     ) -> tuple[OpenDirectory, str, _C.SaveSources]:
-        assert self._directory is not None
-        name, temporary, places = layout.split(b"\0", 2)
+        parent = self._directory
+        assert parent is not None
+        name, created, places = layout.split(b"\0", 2)
         self.path = str(self._parent / name.decode())
-        sources = state.parts(items, places, self._dtype)
-        return self._directory.open_directory(temporary.decode()), "", sources
+        temporary, view = Probe.decode(created)
+        with self.busy():
+            directory = wait_for(lambda: parent.open_directory(temporary), parent, view, self._rank)
+        return directory, "", state.parts(items, places, self._dtype)
 
     def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
         save, layout = self._save, self._layout

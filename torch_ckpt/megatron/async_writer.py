@@ -108,6 +108,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     """
 
     can_run_decentralized_global_plan = True
+    # Megatron compares each plan with the plan of the previous save, which had another directory.
+    sends_identity = False
 
     # The writers of this process whose files may not exist yet.
     _planned: ClassVar[LiveObjects[FileSystemWriterAsync]] = LiveObjects()

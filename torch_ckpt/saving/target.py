@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -29,6 +29,7 @@ from torch_ckpt._base.checks import require_instance
 from torch_ckpt._base.paths import absolute
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.lease import DirectoryLease, refuse_hidden_save, remove_own
+from torch_ckpt.checkpoint.shared_directory import Probe, have_different_mounts
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan
@@ -207,6 +208,7 @@ class DirectoryTarget(CheckpointTarget):
         self._ends_earlier = ends_earlier
         self._rank = 0
         self._directory: OpenDirectory | None = None
+        self._probe: Probe | None = None  # on the coordinator
 
     @property
     def directory(self) -> OpenDirectory:
@@ -250,13 +252,40 @@ class DirectoryTarget(CheckpointTarget):
     def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         require_one_target(opened)
         assert self.lease is not None
-        return [self.lease.tag.encode()] * len(opened)
+        probe = self.leave_probe([one.directory for one in opened])
+        return [b"%b\0%b" % (self.lease.tag.encode(), probe)] * len(opened)
+
+    def leave_probe(self, opened: Sequence[DirectoryIdentity]) -> bytes:
+        """Creates a probe, on the coordinator, if ranks may have different mounts.
+
+        Args:
+            opened: the identity of the directory that each rank has opened.
+
+        Returns:
+            The encoded probe for :meth:`require_probe`; empty if none is needed.
+        """
+        if not have_different_mounts(opened):
+            return b""
+        self._probe = Probe.create(self.directory)
+        return self._probe.encode()
+
+    def require_probe(self, probe: bytes, rank: int | None) -> None:
+        """Checks that a rank sees the probe of the coordinator, if there is one.
+
+        Raises:
+            CheckpointError: the hosts have different directories at the path.
+        """
+        if probe:
+            with self.busy():
+                Probe.decode(probe).require(self.directory, rank)
 
     def files(
         self, state: SaveState, items: bytes, layout: bytes
     ) -> tuple[OpenDirectory, str, _C.SaveSources]:
+        tag, probe = layout.split(b"\0", 1)
+        self.require_probe(probe, self._rank)
         sources = state.sources(items, bool(self.options.separation_hint))
-        prefix = f"__{self._rank}_{layout.decode()}"
+        prefix = f"__{self._rank}_{tag.decode()}"
         return self.directory, _core.choose_prefix(self.directory, prefix), sources
 
     def undo(self, written: Written) -> None:
@@ -277,15 +306,24 @@ class DirectoryTarget(CheckpointTarget):
             DurabilityUncertain: the checkpoint might be visible already, but a power cut could lose
                 the checkpoint.
         """
+        self._remove_probe()
         lease, self.lease = self.lease, None
         assert lease is not None
         lease.commit(data, files, sync=self.options.sync_files, replace=self.options.overwrite)
 
     def discard(self) -> None:
+        self._remove_probe()
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.discard()  # removes the files of all ranks
         self._directory = None
+
+    def _remove_probe(self) -> None:
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            # A later save removes the probe, too.
+            with suppress(OSError):
+                self.directory.remove(probe.name)
 
 
 def require_one_target(opened: Sequence[Opened]) -> None:

@@ -22,7 +22,7 @@ from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import RelaxedGc
 from torch_ckpt._base.paths import absolute, is_url
 from torch_ckpt._base.progress import ProgressOption
-from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.file_system import OnAnyFileSystem, torch_writes
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.options import DEFAULT_OPTIONS, Background, WriteOptions
@@ -31,6 +31,13 @@ from torch_ckpt.saving.object_target import ObjectTarget, checkpoint_target
 from torch_ckpt.saving.snapshots import copy_of_state
 from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.saving.write import write_files
+
+
+@dataclasses.dataclass
+class _ProbedPrefix(_StoragePrefix):
+    """torch's prefix of file names, with a probe for :meth:`DirectoryTarget.require_probe`."""
+
+    probe: bytes = b""
 
 
 class FileSystemWriter(OnAnyFileSystem, StockWriter):
@@ -67,6 +74,9 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         dcp.save({"model": model.state_dict()}, storage_writer=writer)
         ```
     """
+
+    #: True if the plan of each rank has the identity of its directory.
+    sends_identity = True
 
     def __init__(
         self,
@@ -142,20 +152,27 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
             return super().prepare_local_plan(plan)
         # Replaces torch's own check, which would warn that a checkpoint is overwritten. That needs
         # no warning here, because the old checkpoint can be loaded until the new one is committed.
-        self.target.open(0 if self._commits else 1, 1)
-        if self.rank is not None and not self.use_collectives:
+        opened = self.target.open(0 if self._commits else 1, 1)
+        if self.use_collectives and self.sends_identity:
+            plan = dataclasses.replace(plan, storage_data=opened.directory)
+        elif self.rank is not None and not self.use_collectives:
             plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        opened = [plan.storage_data for plan in plans]
         plans = super().prepare_global_plan(plans)
         self._is_single_rank = len(plans) == 1
         tag = None if self._target is None else self._target.tag
         if tag is None or not self.use_collectives:
             return plans
+        probe = b""
+        if isinstance(self._target, DirectoryTarget):
+            identities = [one for one in opened if isinstance(one, DirectoryIdentity)]
+            probe = self._target.leave_probe(identities)
         # Set the prefix again, because a cached plan has the prefix of an earlier save.
         return [
-            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_{tag}"))
+            dataclasses.replace(plan, storage_data=_ProbedPrefix(f"__{rank}_{tag}", probe))
             for rank, plan in enumerate(plans)
         ]
 
@@ -266,6 +283,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         RelaxedGc.end()
         prefix: str = plan.storage_data.prefix
         if self._is_local() and isinstance(self.target, DirectoryTarget):
+            self.target.require_probe(getattr(plan.storage_data, "probe", b""), self.rank)
             prefix = _core.choose_prefix(self.target.directory, prefix)
         elif self._is_local() and not self.use_collectives:
             prefix += self.target.tag or ""  # the plan of a rank that saves independently has none

@@ -1,0 +1,195 @@
+"""Directories that several hosts use: whether all ranks see the same, and metadata that is stale.
+
+**Saves.** A path on a local disk that every host has is the usual mistake.
+
+1. The coordinator compares the directory identities of all ranks (directory.py). If all ranks have
+   the same mounts, nothing else is needed.
+2. Otherwise, the coordinator creates a probe: an empty file with an unpredictable name. The plan
+   names the probe, so the ranks need no further message.
+3. Before a rank writes, it looks for the probe. A network file system may cache for some time that
+   a name does not exist, so the rank waits: 5 s if either file system is local, and 30 s otherwise.
+4. The coordinator deletes the probe before it commits, or when the save has failed. The probe has
+   the name of a temporary metadata file, so if the coordinator dies, a later save deletes the probe
+   (csrc/directory/lease.h).
+
+Saves of models need no probe: the ranks look for the directory that the coordinator has created.
+
+**Loads.** After a save on another host, a network file system may not have ``.metadata`` for some
+time, or have it with the size of the earlier file. A load therefore opens a directory again for up
+to 30 s if the metadata is damaged, or is missing beside the files of a checkpoint. Local file
+systems are never stale, and a directory that is empty or absent fails at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+from torch_ckpt import _core
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
+from torch_ckpt.checkpoint.step_names import MARKER_NAME
+from torch_ckpt.errors import CheckpointError, Corrupt
+
+T = TypeVar("T")
+
+# Suffix of data files.
+_DATA = ".distcp"
+
+#: Seconds to wait for a name if a file system is local, and if none is.
+LOCAL_SECONDS, NETWORK_SECONDS = 5.0, 30.0
+
+#: Seconds for which metadata may be stale, and between two attempts to open something.
+STALE_SECONDS, PAUSE_SECONDS = 30.0, 0.1
+
+#: Types of file systems that only one host can change, as /proc/self/mountinfo has them.
+# fmt: off
+_LOCAL_TYPES = frozenset([
+    "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "jfs", "msdos",
+    "nilfs2", "ntfs3", "overlay", "ramfs", "reiserfs", "rootfs", "squashfs", "tmpfs", "ufs",
+    "vfat", "xfs", "zfs",
+])
+# fmt: on
+
+
+class View(NamedTuple):
+    """A directory as a process sees it.
+
+    Attributes:
+        host: name of the host.
+        type: type of the file system; empty if unknown.
+        source: the device or the server.
+    """
+
+    host: str
+    type: str
+    source: str
+
+    @classmethod
+    def of(cls, directory: OpenDirectory) -> View:
+        """Describes an open directory."""
+        return cls(socket.gethostname(), *_mount_of(directory.fd))
+
+    @property
+    def is_local(self) -> bool:
+        """True if no other host can change files in the directory."""
+        return self.type in _LOCAL_TYPES
+
+    def __str__(self) -> str:
+        if not self.type:
+            return f"host {self.host}"
+        return f"host {self.host}: {self.type} on {self.source}"
+
+
+class Probe(NamedTuple):
+    """A file that the coordinator of a save has created.
+
+    Attributes:
+        name: name of the file in the directory.
+        view: the directory of the coordinator.
+    """
+
+    name: str
+    view: View
+
+    @classmethod
+    def create(cls, directory: OpenDirectory) -> Probe:
+        """Creates a probe, on the coordinator."""
+        name = f"{_core.metadata_name(None)}.tmp-{uuid.uuid4().hex}"
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        os.close(os.open(name, flags, 0o666, dir_fd=directory.fd))
+        return cls(name, View.of(directory))
+
+    def require(self, directory: OpenDirectory, rank: int | None) -> None:
+        """Checks that a rank sees the probe.
+
+        Raises:
+            CheckpointError: see :func:`wait_for`.
+        """
+
+        def look() -> None:
+            # On NFS, a new descriptor has the current state.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            os.close(os.open(self.name, flags, dir_fd=directory.fd))
+
+        wait_for(look, directory, self.view, rank)
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Probe:
+        name, view = json.loads(data)
+        return cls(name, View(*view))
+
+
+def have_different_mounts(opened: Sequence[DirectoryIdentity]) -> bool:
+    """True if ranks may have different mounts.
+
+    Args:
+        opened: the identity of the directory that each rank has opened.
+    """
+    mounts = {identity.mounts for identity in opened}
+    return len(opened) > 1 and (len(mounts) > 1 or "" in mounts)
+
+
+def wait_for(look: Callable[[], T], directory: OpenDirectory, first: View, rank: int | None) -> T:
+    """Waits for something that the coordinator has created.
+
+    Args:
+        look: raises FileNotFoundError as long as this rank does not see it.
+        directory: the directory of this rank.
+        first: the directory of the coordinator.
+
+    Raises:
+        CheckpointError: this rank does not see it in time, so the hosts have different directories.
+    """
+    own = View.of(directory)
+    seconds = LOCAL_SECONDS if own.is_local or first.is_local else NETWORK_SECONDS
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return look()
+        except FileNotFoundError:
+            if time.monotonic() >= deadline:
+                break
+        time.sleep(PAUSE_SECONDS)
+    raise CheckpointError(
+        f"{directory.path}: rank {rank} ({own}) has not seen within {seconds:g} s what rank 0 "
+        f"({first}) has created there: the hosts have different directories at this path. Save to "
+        "a file system that all hosts share"
+    )
+
+
+def may_be_stale(directory: OpenDirectory, error: BaseException) -> bool:
+    """True if the metadata in a directory could not be read because a network file system may have
+    a former state of the directory.
+
+    Args:
+        error: the error of the read.
+    """
+    if not isinstance(error, (FileNotFoundError, Corrupt)) or View.of(directory).is_local:
+        return False
+    if isinstance(error, Corrupt):
+        return True
+    with suppress(OSError):
+        return any(n == MARKER_NAME or n.endswith(_DATA) for n in directory.names())
+    return False
+
+
+def _mount_of(descriptor: int) -> tuple[str, str]:
+    """Returns the type of a file system, and its device or server; empty texts if unknown."""
+    try:
+        with open(f"/proc/self/fdinfo/{descriptor}") as lines:
+            number = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
+        with open("/proc/self/mountinfo") as mounts:
+            mount = next(line for line in mounts if line.split(" ", 1)[0] == number)
+    except (OSError, StopIteration):
+        return "", ""
+    kind, source = mount.rpartition(" - ")[2].split(" ")[:2]
+    return kind, source
