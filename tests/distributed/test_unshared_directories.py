@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -75,6 +76,8 @@ def on_rank(connection: Connection, path: Path, call: Callable[[Path], None]) ->
         text = str(error)
     else:
         text = ""
+    # dcp.save does not notify a writer of a failed save, so the files go with the writer.
+    gc.collect()
     files = [file.name for file in path.rglob("*") if file.is_file() and file.name != ".lease"]
     connection.send((text, files))
     dist.barrier()

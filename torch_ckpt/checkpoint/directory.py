@@ -78,11 +78,15 @@ class DirectoryIdentity(NamedTuple):
         )
 
 
-def require_one_directory(identities: Iterable[DirectoryIdentity | None]) -> None:
+def require_one_directory(identities: Iterable[DirectoryIdentity | None]) -> bool:
     """Raises an error if ranks opened different directories under the same path.
 
     Args:
         identities: the identity that each rank sent; None for a rank that sent none.
+
+    Returns:
+        True if ranks may have different mounts, so that the path may lead to different directories
+        although no identity shows it.
 
     Raises:
         NotCommitted: ranks opened different directories.
@@ -97,6 +101,8 @@ def require_one_directory(identities: Iterable[DirectoryIdentity | None]) -> Non
                 "a directory was renamed, or a link in the path was changed, while the save "
                 "started. Nothing was published; save again"
             )
+    mounts = {known for known, _path in first}
+    return len(mounts) > 1 or "" in mounts
 
 
 @functools.cache

@@ -27,12 +27,12 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from torch_ckpt import _core
-from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
+from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError, Corrupt
 
@@ -126,16 +126,6 @@ class Probe(NamedTuple):
     def decode(cls, data: bytes) -> Probe:
         name, view = json.loads(data)
         return cls(name, View(*view))
-
-
-def have_different_mounts(opened: Sequence[DirectoryIdentity]) -> bool:
-    """True if ranks may have different mounts.
-
-    Args:
-        opened: the identity of the directory that each rank has opened.
-    """
-    mounts = {identity.mounts for identity in opened}
-    return len(opened) > 1 and (len(mounts) > 1 or "" in mounts)
 
 
 def wait_for(look: Callable[[], T], directory: OpenDirectory, first: View, rank: int | None) -> T:

@@ -137,57 +137,41 @@ class Source:
 
     # --- the checkpoint --------------------------------------------------------------------------
 
-    def open(self, names: Sequence[str] = (METADATA_NAME,)) -> None:
-        """Opens the directory, and reads the metadata and its index.
+    def open(
+        self,
+        names: Sequence[str] = (METADATA_NAME,),
+        received: RemoteMetadata | None = None,
+    ) -> None:
+        """Opens the directory or the objects, and builds the index of the metadata. Opens a
+        directory again as long as its metadata may be stale (shared_directory.py).
 
         Args:
             names: the metadata files to look for, such as the file of a rank that has saved without
                 collectives. The first that exists is read.
+            received: the metadata beneath a URL, which another rank has read. With it, no request
+                is made.
 
         Raises:
             FileNotFoundError: there is no committed checkpoint.
             Corrupt, Unsafe, CheckpointError, OSError: the metadata cannot be read.
         """
-        self._open_by(lambda: self._open(names))
-
-    def remote_metadata(self) -> RemoteMetadata | None:
-        """Returns the metadata object that :meth:`open` has read, for :meth:`open_received` on
-        other ranks; None if the checkpoint has another form."""
-        folder = self.directory
-        if self._encoded is None or self.safetensors is not None or not self.has_all_ranks:
-            return None
-        if not isinstance(folder, RemoteFolder):
-            return None
-        data, at = self._encoded
-        version = folder.versions[os.path.basename(at)]
-        return RemoteMetadata(self.location, self.resolved, version, data)
-
-    def open_received(self, received: RemoteMetadata) -> None:
-        """Opens the checkpoint beneath a URL whose metadata another rank has read. Makes no
-        request.
-
-        Raises: see :meth:`open`.
-        """
-
-        def open_folder() -> tuple[bytes, str]:
-            folder = RemoteFolder(received.location, self.options.storage_options)
-            folder.versions[METADATA_NAME] = received.version
-            self.directory, self.location = folder, received.location
-            self.resolved, self.has_all_ranks = received.resolved, True
-            return received.data, os.path.join(folder.path, METADATA_NAME)
-
-        self._open_by(open_folder)
-
-    def _open_by(self, open_folder: Callable[[], tuple[bytes, str]]) -> None:
-        """Opens the folder, and builds the index of the metadata that ``open_folder`` returns.
-        Opens it again as long as the metadata may be stale."""
         give_up = 0.0
         while True:
             self.index = self.safetensors = self.metadata_digest = None
             self._metadata = self._descriptors = None
             try:
-                self._encoded = open_folder()
-                self._build_index(*self._encoded)
+                data, _at = self._encoded = (
+                    self._open(names) if received is None else self._open_received(received)
+                )
+                if self.safetensors is not None:
+                    self.index = self.safetensors.index
+                elif self.options.allow_pickle:
+                    self.index = index_of(self.metadata(), self.title)
+                else:
+                    self.index = decode_index(*self._encoded)
+                self.tables = self.index
+                if self.options.read_once:
+                    self.metadata_digest = hashlib.blake2b(data, digest_size=16).digest()
                 return
             except BaseException as error:
                 folder = self.directory
@@ -198,16 +182,24 @@ class Source:
                     raise
             time.sleep(PAUSE_SECONDS)
 
-    def _build_index(self, data: bytes, source: str) -> None:
-        if self.safetensors is not None:
-            self.index = self.safetensors.index
-        elif self.options.allow_pickle:
-            self.index = index_of(self.metadata(), self.title)
-        else:
-            self.index = decode_index(data, source)
-        self.tables = self.index
-        if self.options.read_once:
-            self.metadata_digest = hashlib.blake2b(data, digest_size=16).digest()
+    def remote_metadata(self) -> RemoteMetadata | None:
+        """Returns the metadata object that :meth:`open` has read, for :meth:`open` on other ranks;
+        None if the checkpoint has another form."""
+        folder = self.directory
+        if self._encoded is None or self.safetensors is not None or not self.has_all_ranks:
+            return None
+        if not isinstance(folder, RemoteFolder):
+            return None
+        data, at = self._encoded
+        version = folder.versions[os.path.basename(at)]
+        return RemoteMetadata(self.location, self.resolved, version, data)
+
+    def _open_received(self, received: RemoteMetadata) -> tuple[bytes, str]:
+        folder = RemoteFolder(received.location, self.options.storage_options)
+        folder.versions[METADATA_NAME] = received.version
+        self.directory, self.location = folder, received.location
+        self.resolved, self.has_all_ranks = received.resolved, True
+        return received.data, os.path.join(folder.path, METADATA_NAME)
 
     def open_files(self) -> None:
         """Opens the directory or the objects, without the metadata, which the caller has."""

@@ -198,6 +198,7 @@ class LoadRun:
         # The contents of the open checkpoint, and its decoded metadata, both with new names.
         self._stored: Stored | None = None
         self._renamed: Metadata | None = None
+        self._metadata_names = METADATA_NAME, _core.metadata_name(ranks.rank)
         # Size and digest of the planned reads of tensors.
         self._read_bytes, self._read_digest = 0, 0
 
@@ -213,7 +214,7 @@ class LoadRun:
                 rank.
         """
         if self._source.options.read_once and self._ranks.distributed:
-            open_once(self._source, self._metadata_names(), self._ranks, process_group)
+            open_once(self._source, self._metadata_names, self._ranks, process_group)
         match, by_state = self._agree(strict)
         assert match is not None
         self._ranks.run("load", partial(self._read, match, process_group))
@@ -262,7 +263,7 @@ class LoadRun:
     def _open(self) -> None:
         source = self._source
         if source.index is None:  # open_once() has opened nothing
-            source.open(self._metadata_names())
+            source.open(self._metadata_names)
         assert source.index is not None
         index, old_names = source.index, {}
         if self._rename is not None:
@@ -277,9 +278,6 @@ class LoadRun:
             source.size_rule,
             loads_all=self._chosen is None,
         )
-
-    def _metadata_names(self) -> tuple[str, str]:
-        return METADATA_NAME, _core.metadata_name(self._ranks.rank)
 
     def _target(self, key: str) -> Any:
         """Returns the target for the value of a key."""

@@ -75,8 +75,9 @@ def open_once(
     def receive() -> None:
         with ranks.alive(source.progress), source.elsewhere():
             received = _broadcast(data, group)
+        assert found is not None
         if ranks.rank != 0:
-            source.open_received(found._replace(data=received))
+            source.open(names, found._replace(data=received))
 
     found, data = ranks.exchange("open", open_first, combine)
     if found is not None:

@@ -29,7 +29,7 @@ from torch_ckpt._base.checks import require_instance
 from torch_ckpt._base.paths import absolute
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.lease import DirectoryLease, refuse_hidden_save, remove_own
-from torch_ckpt.checkpoint.shared_directory import Probe, have_different_mounts
+from torch_ckpt.checkpoint.shared_directory import Probe
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan
@@ -250,40 +250,35 @@ class DirectoryTarget(CheckpointTarget):
         self.lease = DirectoryLease(self.directory, self._own_rank, ends_earlier)
 
     def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
-        require_one_target(opened)
+        may_differ = require_one_target(opened) and len(opened) > 1
         assert self.lease is not None
-        probe = self.leave_probe([one.directory for one in opened])
+        probe = self.leave_probe() if may_differ else b""
         return [b"%b\0%b" % (self.lease.tag.encode(), probe)] * len(opened)
 
-    def leave_probe(self, opened: Sequence[DirectoryIdentity]) -> bytes:
-        """Creates a probe, on the coordinator, if ranks may have different mounts.
-
-        Args:
-            opened: the identity of the directory that each rank has opened.
+    def leave_probe(self) -> bytes:
+        """Creates a probe, on the coordinator, because ranks may have different mounts.
 
         Returns:
-            The encoded probe for :meth:`require_probe`; empty if none is needed.
+            The encoded probe, for :meth:`require_probe`.
         """
-        if not have_different_mounts(opened):
-            return b""
         self._probe = Probe.create(self.directory)
         return self._probe.encode()
 
     def require_probe(self, probe: bytes, rank: int | None) -> None:
-        """Checks that a rank sees the probe of the coordinator, if there is one.
+        """Checks that a rank sees the probe of the coordinator.
 
         Raises:
             CheckpointError: the hosts have different directories at the path.
         """
-        if probe:
-            with self.busy():
-                Probe.decode(probe).require(self.directory, rank)
+        with self.busy():
+            Probe.decode(probe).require(self.directory, rank)
 
     def files(
         self, state: SaveState, items: bytes, layout: bytes
     ) -> tuple[OpenDirectory, str, _C.SaveSources]:
         tag, probe = layout.split(b"\0", 1)
-        self.require_probe(probe, self._rank)
+        if probe:
+            self.require_probe(probe, self._rank)
         sources = state.sources(items, bool(self.options.separation_hint))
         prefix = f"__{self._rank}_{tag.decode()}"
         return self.directory, _core.choose_prefix(self.directory, prefix), sources
@@ -306,32 +301,36 @@ class DirectoryTarget(CheckpointTarget):
             DurabilityUncertain: the checkpoint might be visible already, but a power cut could lose
                 the checkpoint.
         """
-        self._remove_probe()
+        if self._probe is not None:
+            self._remove_probe(self._probe)
         lease, self.lease = self.lease, None
         assert lease is not None
         lease.commit(data, files, sync=self.options.sync_files, replace=self.options.overwrite)
 
     def discard(self) -> None:
-        self._remove_probe()
+        if self._probe is not None:
+            self._remove_probe(self._probe)
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.discard()  # removes the files of all ranks
         self._directory = None
 
-    def _remove_probe(self) -> None:
-        probe, self._probe = self._probe, None
-        if probe is not None:
-            # A later save removes the probe, too.
-            with suppress(OSError):
-                self.directory.remove(probe.name)
+    def _remove_probe(self, probe: Probe) -> None:
+        self._probe = None
+        # A later save removes the probe, too.
+        with suppress(OSError):
+            self.directory.remove(probe.name)
 
 
-def require_one_target(opened: Sequence[Opened]) -> None:
-    """Raises CheckpointError or NotCommitted if ranks have opened targets of different saves."""
+def require_one_target(opened: Sequence[Opened]) -> bool:
+    """Raises CheckpointError or NotCommitted if ranks have opened targets of different saves.
+
+    Returns: see :func:`require_one_directory`.
+    """
     if len({one.save for one in opened}) > 1:
         of_ranks = ", ".join(f"rank {rank}: {one.save}" for rank, one in enumerate(opened))
         raise CheckpointError(
             f"ranks save different checkpoints ({of_ranks}): every rank must make the same saves, "
             "in the same order"
         )
-    require_one_directory([one.directory for one in opened])
+    return require_one_directory([one.directory for one in opened])

@@ -22,7 +22,11 @@ from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import RelaxedGc
 from torch_ckpt._base.paths import absolute, is_url
 from torch_ckpt._base.progress import ProgressOption
-from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
+from torch_ckpt.checkpoint.directory import (
+    DirectoryIdentity,
+    OpenDirectory,
+    require_one_directory,
+)
 from torch_ckpt.checkpoint.file_system import OnAnyFileSystem, torch_writes
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.options import DEFAULT_OPTIONS, Background, WriteOptions
@@ -166,10 +170,11 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         tag = None if self._target is None else self._target.tag
         if tag is None or not self.use_collectives:
             return plans
-        probe = b""
-        if isinstance(self._target, DirectoryTarget):
-            identities = [one for one in opened if isinstance(one, DirectoryIdentity)]
-            probe = self._target.leave_probe(identities)
+        target, probe = self._target, b""
+        identities = [one for one in opened if isinstance(one, DirectoryIdentity)]
+        may_differ = require_one_directory(identities) and len(plans) > 1
+        if may_differ and isinstance(target, DirectoryTarget):
+            probe = target.leave_probe()
         # Set the prefix again, because a cached plan has the prefix of an earlier save.
         return [
             dataclasses.replace(plan, storage_data=_ProbedPrefix(f"__{rank}_{tag}", probe))
@@ -283,7 +288,8 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
         RelaxedGc.end()
         prefix: str = plan.storage_data.prefix
         if self._is_local() and isinstance(self.target, DirectoryTarget):
-            self.target.require_probe(getattr(plan.storage_data, "probe", b""), self.rank)
+            if isinstance(plan.storage_data, _ProbedPrefix) and plan.storage_data.probe:
+                self.target.require_probe(plan.storage_data.probe, self.rank)
             prefix = _core.choose_prefix(self.target.directory, prefix)
         elif self._is_local() and not self.use_collectives:
             prefix += self.target.tag or ""  # the plan of a rank that saves independently has none

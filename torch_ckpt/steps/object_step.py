@@ -31,7 +31,7 @@ from typing import Any
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import encoded_marker
-from torch_ckpt.checkpoint.source import Source
+from torch_ckpt.checkpoint.source import RemoteMetadata, Source
 from torch_ckpt.checkpoint.step_names import (
     DELETED_NAME,
     LAST_SAVED_NAME,
@@ -155,9 +155,13 @@ class ObjectStepSource(Source):
         super().__init__(store.root.url, options)
         self._store = store
 
-    def open(self, names: Sequence[str] = (METADATA_NAME,)) -> None:
-        if self._store.find(MARKER_NAME) is None:
+    def open(
+        self,
+        names: Sequence[str] = (METADATA_NAME,),
+        received: RemoteMetadata | None = None,
+    ) -> None:
+        if received is None and self._store.find(MARKER_NAME) is None:
             raise FileNotFoundError(
                 errno.ENOENT, f"not a complete step: {MARKER_NAME} is missing", self.location
             )
-        super().open(names)
+        super().open(names, received)
