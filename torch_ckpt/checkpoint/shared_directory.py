@@ -14,10 +14,10 @@
 
 Saves of models need no probe: the ranks look for the directory that the coordinator has created.
 
-**Loads.** After a save on another host, a network file system may not have ``.metadata`` for some
-time, or have it with the size of the earlier file. A load therefore opens a directory again for up
-to 30 s if the metadata is damaged, or is missing beside the files of a checkpoint. Local file
-systems are never stale, and a directory that is empty or absent fails at once.
+**Loads.** After a save on another host, a network file system may not have a file for some time, or
+have the file with an earlier size. A load therefore reads again for up to 30 s if a file is
+damaged, or is missing beside the files of a checkpoint. Local file systems are never stale, and a
+directory that is empty or absent fails at once.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def wait_for(look: Callable[[], T], directory: OpenDirectory, first: View, rank:
 
 
 def may_be_stale(directory: OpenDirectory, error: BaseException) -> bool:
-    """True if the metadata in a directory could not be read because a network file system may have
-    a former state of the directory.
+    """True if a file in a directory could not be read because a network file system may have a
+    former state of the directory.
 
     Args:
         error: the error of the read.

@@ -46,6 +46,7 @@ from torch_ckpt.checkpoint.metadata import (
 )
 from torch_ckpt.checkpoint.reading import Reading, copy_by_torch, in_waves
 from torch_ckpt.checkpoint.shared_directory import PAUSE_SECONDS, STALE_SECONDS, may_be_stale
+from torch_ckpt.errors import Corrupt
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
 from torch_ckpt.stores import Version
 
@@ -130,6 +131,8 @@ class Source:
         self.has_all_ranks = True
         self._transforms = transforms
         self._is_elsewhere = False
+        # Time by time.monotonic() until which a directory may be stale; 0 if none has been.
+        self._give_up = 0.0
         # The contents of the metadata file and its path, and the decoded metadata.
         self._encoded: tuple[bytes, str] | None = None
         self._metadata: Metadata | None = None
@@ -155,7 +158,6 @@ class Source:
             FileNotFoundError: there is no committed checkpoint.
             Corrupt, Unsafe, CheckpointError, OSError: the metadata cannot be read.
         """
-        give_up = 0.0
         while True:
             self.index = self.safetensors = self.metadata_digest = None
             self._metadata = self._descriptors = None
@@ -174,13 +176,10 @@ class Source:
                     self.metadata_digest = hashlib.blake2b(data, digest_size=16).digest()
                 return
             except BaseException as error:
-                folder = self.directory
-                is_stale = isinstance(folder, LocalFolder) and may_be_stale(folder, error)
-                self.close()
-                give_up = give_up or time.monotonic() + STALE_SECONDS
-                if not is_stale or time.monotonic() >= give_up:
-                    raise
-            time.sleep(PAUSE_SECONDS)
+                try:
+                    self._pause_if_stale(error)
+                finally:
+                    self.close()
 
     def remote_metadata(self) -> RemoteMetadata | None:
         """Returns the metadata object that :meth:`open` has read, for :meth:`open` on other ranks;
@@ -315,14 +314,20 @@ class Source:
         showing: AbstractContextManager[Callable[[Progress], None] | None] = nullcontext()
         if progress:
             showing = reporting(progress, f"load {Path(self.path).name}", self.rank, planned)
-        with showing as shown, folder.own_errors():
-            unknown = reads.load(
-                directory=folder,
-                tables=self.tables,
-                options=self.options,
-                progress=report,
-                ready=[(device.index, event.cuda_event) for event, device in events],
-            )
+        with showing as shown:
+            while True:
+                try:
+                    with folder.own_errors():
+                        unknown = reads.load(
+                            directory=folder,
+                            tables=self.tables,
+                            options=self.options,
+                            progress=report,
+                            ready=[(device.index, event.cuda_event) for event, device in events],
+                        )
+                    break
+                except (Corrupt, FileNotFoundError) as error:
+                    self._pause_if_stale(error)
         self.narrowed.update(lost_precision(reads))
         for number in unknown:
             read = reads[number]
@@ -344,13 +349,17 @@ class Source:
         """
         folder = self.directory
         assert folder is not None
-        with folder.own_errors():
-            return _core.load_bytes(
-                reads,
-                directory=folder,
-                tables=self.tables,
-                options=options or self.options,
-            )
+        while True:
+            try:
+                with folder.own_errors():
+                    return _core.load_bytes(
+                        reads,
+                        directory=folder,
+                        tables=self.tables,
+                        options=options or self.options,
+                    )
+            except (Corrupt, FileNotFoundError) as error:
+                self._pause_if_stale(error)
 
     def verifies_parts(self) -> Callable[[str], bool]:
         """Returns a function that returns True for files whose records are verified in partial
@@ -377,6 +386,16 @@ class Source:
             self._is_elsewhere = False
 
     # --- private ---------------------------------------------------------------------------------
+
+    def _pause_if_stale(self, error: BaseException) -> None:
+        """Pauses before the directory is read again, if the error may come from a stale directory.
+        Otherwise, raises the error."""
+        folder, now = self.directory, time.monotonic()
+        self._give_up = self._give_up or now + STALE_SECONDS
+        is_stale = isinstance(folder, LocalFolder) and may_be_stale(folder, error)
+        if not is_stale or now >= self._give_up:
+            raise error
+        time.sleep(PAUSE_SECONDS)
 
     def _untransformed(self, data: bytes, read: _core.ObjectRead | _C.TensorRead) -> bytes:
         """Undoes the stream transforms of a record."""
