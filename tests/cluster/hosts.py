@@ -45,6 +45,8 @@ _ENTER = """
 set -e
 mount --make-rprivate /
 mount --bind "$1" "$2"
+# Otherwise the host would keep file systems that other tests have mounted there.
+umount --recursive --lazy /dev/shm || true
 mount -t tmpfs -o size=1G tmpfs /dev/shm
 mount -t proc proc /proc
 mount --bind "$3" /proc/sys/kernel/random/boot_id

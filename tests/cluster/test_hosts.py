@@ -10,7 +10,8 @@ import pytest
 from tests.cluster import work
 from tests.cluster.hosts import Cluster, cluster, lacking
 
-pytestmark = pytest.mark.full
+# A host begins with copies of all mounts, so tests that mount images must not run meanwhile.
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 SHARED = ["juicefs", "sshfs"]
 

@@ -19,8 +19,10 @@ import torch_ckpt
 from tests.ranks import ranks
 from torch_ckpt import CheckpointManager
 
+# A rank begins with copies of all mounts, so tests that mount images must not run meanwhile.
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.alone,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount file systems"),
 ]
 

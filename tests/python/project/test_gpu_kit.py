@@ -13,7 +13,7 @@ import pytest
 
 from tests.layers import REPOSITORY
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2000)]
 
 #: All that scripts/gpu_run.sh reads of the checkout for the part `build` and for its record.
 _COPIED = ("CMakeLists.txt", "benchmarks", "cmake", "csrc", "scripts", "torch_ckpt")
@@ -40,7 +40,7 @@ def test_the_extension_builds_from_the_kit_and_is_imported(tmp_path: Path) -> No
     environment = {
         **os.environ,
         "PARTS": "build",
-        "BUILD_SECONDS": "840",  # 400 with two cores that do nothing else
+        "BUILD_SECONDS": "1800",  # 280 to 460 with two cores that do nothing else
         "GPU_KIT": str(kit),
         "OUT": str(out),
         "PYTHON": sys.executable,
