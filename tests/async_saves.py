@@ -126,7 +126,7 @@ class PlannedSave:
 
 
 def plan_save(
-    state: StateDict, path: Path, planner: SavePlanner | None = None, **options: Any
+    state: StateDict, path: str | Path, planner: SavePlanner | None = None, **options: Any
 ) -> PlannedSave:
     writer = FileSystemWriterAsync(path, **options)
     finalizing = planned(state, writer, planner)

@@ -175,7 +175,7 @@ class Site:
         return site
 
     def request(
-        self, state: StateDict, path: Path, *finalize_fns: Callable[[], Any], **options: Any
+        self, state: StateDict, path: str | Path, *finalize_fns: Callable[[], Any], **options: Any
     ) -> AsyncRequest:
         """Plans a save. ``finalize_fns`` are called after the save's own."""
         writer = FileSystemWriterAsync(path, **{**self.options, **options})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from tests.distributed.cases import (
     zeroed,
 )
 from tests.distributed.launcher import on_ranks
+from tests.distributed.megatron_training import PLANNERS, Site
 from torch_ckpt.errors import NotCommitted
 from torch_ckpt.stores import ObjectStore
 
@@ -44,10 +46,15 @@ def by_dcp(state: dict[str, Any], url: str) -> None:
         writer.abandon()  # ends a save that has failed
 
 
+def by_megatron(state: dict[str, Any], url: str) -> None:
+    Site(dcp.DefaultSavePlanner).request(state, url).execute_sync()
+
+
 SAVES: dict[str, Callable[[dict[str, Any], str], Any]] = {
     "save": torch_ckpt.save,
     "async_save": by_async_save,
     "dcp.save": by_dcp,
+    "megatron": by_megatron,
 }
 
 
@@ -130,6 +137,28 @@ def case_a_commit_with_an_unknown_outcome_deletes_no_file(launch: Launch) -> Non
         causes = failure_of(launch, partial(torch_ckpt.save, state, url_of(launch)))
     assert isinstance(causes[0], torch_ckpt.errors.DurabilityUncertain)
     assert any(name.startswith("__1_") for name in names(launch))
+
+
+def case_saves_by_a_cached_plan_keep_the_files_of_all_ranks(launch: Launch) -> None:
+    state = dtensors(mesh_1d(launch))
+    for planner in PLANNERS:
+        site = Site(planner, caching=True)
+        for _ in range(4):
+            site.request(state, url_of(launch)).execute_sync()
+            # Nothing refers to the writers.
+            gc.collect()
+            dist.barrier()
+            loaded = zeroed(state)
+            torch_ckpt.load(loaded, url_of(launch))
+            assert_full_tensors(loaded)
+        assert site.is_as_cached
+        before = names(launch)
+        dist.barrier()
+        denied = PermissionError(13, "replace failed: denied", "url")
+        with fails(launch, "exchange", denied, rank=0):
+            causes = failure_of(launch, site.request(state, url_of(launch)).execute_sync)
+        assert isinstance(causes[0], NotCommitted)
+        assert_nothing_remains(launch, before)
 
 
 test_url = on_ranks(globals())

@@ -20,7 +20,7 @@ import queue
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -39,12 +39,12 @@ from torch_ckpt._base.checks import require_choice
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.paths import refuse_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.file_system import WriterArguments
 from torch_ckpt.checkpoint.index import METADATA_NAME
+from torch_ckpt.checkpoint.lease import remove_own
 from torch_ckpt.checkpoint.metadata import DCP_VERSION
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.megatron.plan_comparison import with_file_prefix
 from torch_ckpt.megatron.results_queue import ResultsQueue
 from torch_ckpt.megatron.torch_write import Results, dequantize
@@ -52,6 +52,7 @@ from torch_ckpt.megatron.write_task import WriteTask, make_portable
 from torch_ckpt.ranks.failures import capture_exceptions
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.saving.items import completed, keeps_default_lookup, resolve
+from torch_ckpt.saving.object_target import ObjectTarget
 from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.saving.writer import FileSystemWriter
 
@@ -74,7 +75,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     like a ``FileSystemWriter``.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory or URL of the checkpoint.
         separation_hint: prefix of fully qualified names. Items whose names begin with this prefix
             are written to separate files. The names of these files also begin with the prefix.
             Requires a ``thread_count`` of at least 2; each of the two groups of files gets half of
@@ -140,7 +141,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.timeout = timeout
         self.results_queue: ResultsQueue | None = None
         self.prefix = ""
-        #: Text after the rank in this save's file names, as chosen by the coordinator's lease.
+        #: Text after the rank in this save's file names, as chosen by the coordinator's target.
         self.tag_of_save = ""
         self.write_buckets: Buckets | None = None
         self._failure: Exception | None = None
@@ -162,6 +163,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.write_buckets = self.results_queue = self._failure = None
+        self.tag_of_save = ""
         if self.use_msc:
             _msc().os.makedirs(str(self.checkpoint_dir), exist_ok=True)
             return plan
@@ -185,10 +187,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         RelaxedGc.end()
         items = list(plan.items)
-        if self._is_local() and self.lease is None:
+        target = self.target if self._is_local() else None
+        if isinstance(target, DirectoryTarget) and target.lease is None:
             # Protects this rank's files from removal until the coordinator commits. With a cached
             # plan, the coordinator may have no lease yet.
-            self.target.take_lease(ends_earlier=False)
+            target.take_lease(ends_earlier=False)
         with self._lock:
             self.prefix = self._choose_prefix(plan.storage_data.prefix)
             self._planned.add(self)
@@ -198,7 +201,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 values = [resolve(planner, item, direct, whole=dequantize) for item in items]
             else:
                 values = [dequantize(planner.resolve_data(item)) for item in items]
-        opened = self.target.directory if self._is_local() else None
+        opened = None if target is None else target.directory
         task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
@@ -371,8 +374,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if not self.use_msc:
-            self._require_files(results)
-            super().finish(metadata, results)
+            self._commit(metadata, results)
             return
         metadata.version = DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for r in chain.from_iterable(results)}
@@ -380,19 +382,17 @@ class FileSystemWriterAsync(FileSystemWriter):
         with self.open_file(os.path.join(str(self.checkpoint_dir), METADATA_NAME), "wb") as stream:
             pickle.dump(metadata, stream)
 
+    def remove_written(self, results: list[WriteResult]) -> None:
+        """Deletes the files that this rank has written, after another rank has failed."""
+        if self.use_msc:
+            return
+        target = self.target
+        if isinstance(target, ObjectTarget):
+            target.directory.remove(_files_of(results))
+        else:
+            remove_own(target.directory, _files_of(results))
+
     # --- other methods of torch's interface ------------------------------------------------------
-
-    @property
-    def target(self) -> DirectoryTarget:
-        """See :class:`FileSystemWriter`. Files are checked, and leases handed over, in a directory.
-
-        Raises:
-            ValueError: the path is a URL.
-        """
-        refuse_url(self.path)
-        target = super().target
-        assert isinstance(target, DirectoryTarget)
-        return target
 
     @property
     def checkpoint_id(self) -> str:
@@ -418,13 +418,35 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _is_local(self) -> bool:
         return not self.use_msc and super()._is_local()
 
-    def _hand_over_lease(self) -> None:
-        """Releases this rank's lease; the coordinator's lease protects the files from now on."""
-        if self.lease is not None and not self._commits:
-            self.lease.hand_over()
-            self.target.lease = None
+    def _hand_over(self) -> None:
+        """Makes the coordinator responsible for this rank's files: the end of this rank's save no
+        longer deletes them, and the coordinator's lease protects them."""
+        target = self._target
+        if self._commits or target is None:
+            return
+        if isinstance(target, ObjectTarget):
+            target.keep_all()
+        elif target.lease is not None:
+            target.lease.hand_over()
+            target.lease = None
 
-    def _require_files(self, results: list[list[WriteResult]]) -> None:
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        target = self.target
+        if isinstance(target, DirectoryTarget):
+            self._require_files(target, results)
+            super().finish(metadata, results)
+            return
+        # The store has confirmed each object.
+        folder = target.directory
+        try:
+            super().finish(metadata, results)
+        except NotCommitted:
+            # With a cached plan, each rank has a tag of its own, and the target deletes only the
+            # coordinator's objects.
+            folder.remove(_files_of(chain.from_iterable(results)))
+            raise
+
+    def _require_files(self, target: DirectoryTarget, results: list[list[WriteResult]]) -> None:
         """Raises an error if a file that the metadata would refer to is missing or too short."""
         ends: dict[str, int] = {}
         for result in chain.from_iterable(results):
@@ -434,7 +456,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         for name, end in ends.items():
             path = os.path.join(self.path, name)
             try:
-                size = self.target.directory.length_of(name)
+                size = target.directory.length_of(name)
             except FileNotFoundError:
                 size = 0
             if size < end:
@@ -446,6 +468,11 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _choose_prefix(self, prefix: str) -> str:
         if self.use_msc:
             return prefix
+        target = self.target
+        if isinstance(target, ObjectTarget):
+            # A cached plan may have the tag of another save.
+            rank = re.match(r"__\d+_", prefix)
+            return (rank[0] if rank else prefix) + (self.tag_of_save or target.tag)
         if re.fullmatch(r"__\d+_", prefix):
             prefix += self.tag_of_save
         # Prefixes of other saves that have not created their files yet.
@@ -455,14 +482,14 @@ class FileSystemWriterAsync(FileSystemWriter):
             for writer in self._planned
             if writer is not self and os.path.realpath(writer.path) == directory
         }
-        return _core.choose_prefix(self.target.directory, prefix, others)
+        return _core.choose_prefix(target.directory, prefix, others)
 
     def _receive_results(self) -> list[WriteResult]:
         where = f"rank {own_rank()}, files {self.prefix}* in {self.checkpoint_id}"
         if self._failure is not None:
             raise RuntimeError(f"Worker failure: {self._failure} ({where})") from self._failure
         if self.results_queue is None:
-            self._hand_over_lease()
+            self._hand_over()
             return []
         assert self.write_buckets is not None
         (task,) = self.write_buckets
@@ -481,7 +508,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
         results = list(chain.from_iterable(outcome.values()))
-        self._hand_over_lease()
+        self._hand_over()
         expected = len(task.items)
         if len(results) != expected:
             raise RuntimeError(
@@ -489,6 +516,10 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "check the worker's log and save again"
             )
         return results
+
+
+def _files_of(results: Iterable[WriteResult]) -> set[str]:
+    return {result.storage_data.relative_path for result in results}
 
 
 def _outcome_of(buckets: Buckets) -> Results | Exception:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.file_system import ReaderArguments
 from torch_ckpt.checkpoint.metadata import decode_indexed
 from torch_ckpt.loading.reader import FileSystemReader
@@ -27,7 +28,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
     again only if the contents have changed. Decoding takes longer than reading.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory or URL of the checkpoint.
         cache_metadata: False disables the cache for this reader. Can be passed as the second
             positional argument, as in nvidia-resiliency-ext.
         kwargs: passed to :class:`torch_ckpt.FileSystemReader`.
@@ -39,7 +40,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         ```
     """
 
-    # Digest of the metadata file's contents and the decoded metadata, by the file's path.
+    # Digest of the metadata file's contents and the decoded metadata, by the file's path or URL.
     _cache: ClassVar[dict[str, tuple[bytes, Metadata]]] = {}
 
     def __init__(
@@ -63,15 +64,15 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         """Removes metadata from the cache.
 
         Args:
-            path: directory of a checkpoint; None means all checkpoints.
+            path: directory or URL of a checkpoint; None means all checkpoints.
         """
         for source in list(cls._cache):
-            if path is None or os.path.dirname(source) == os.path.abspath(path):
+            if path is None or os.path.dirname(source) == _key_of(path):
                 cls._cache.pop(source, None)
 
     @classmethod
     def _decode_cached(cls, data: bytes, source: str) -> Metadata:
-        source = os.path.abspath(source)
+        source = _key_of(source)
         digest = hashlib.blake2b(data, digest_size=16).digest()
         cached = cls._cache.pop(source, None)
         if cached is None or cached[0] != digest:
@@ -85,3 +86,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             if name == "storage_meta" or isinstance(value, (dict, list)):
                 setattr(metadata, name, copy.copy(value))
         return metadata
+
+
+def _key_of(path: str | os.PathLike[str]) -> str:
+    """Returns the URL, or the absolute form of a path."""
+    return str(path).rstrip("/") if is_url(path) else os.path.abspath(path)

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
-from torch_ckpt.checkpoint.lease import remove_own
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.async_writer import FileSystemWriterAsync
 from torch_ckpt.megatron.plan_comparison import (
@@ -176,9 +175,8 @@ def save_state_dict_async_finalize(
         storage_writer.finish(global_metadata, results)
 
     def undo(results: list[WriteResult]) -> None:
-        if isinstance(storage_writer, FileSystemWriterAsync) and not storage_writer.use_msc:
-            files = {result.storage_data.relative_path for result in results}
-            remove_own(storage_writer.target.directory, files)
+        if isinstance(storage_writer, FileSystemWriterAsync):
+            storage_writer.remove_written(results)
 
     try:
         # If our function planned the save, use its store: the process group may have been
@@ -304,8 +302,9 @@ class _Save:
 
         def plan_globally(messages: list[_PlanMessage]) -> Any:
             _core.fault_point("plan of all ranks")
-            # No variable, which a traceback would keep, may refer to the lease.
-            tag: str = getattr(getattr(self._writer, "lease", None), "tag", "")
+            # No variable, which a traceback would keep, may refer to the target.
+            has_target = isinstance(self._writer, FileSystemWriterAsync) and not self._writer.use_msc
+            tag = (self._writer.target.tag or "") if has_target else ""
             answer = _PlanAnswer(None, tag, all(message.is_as_cached for message in messages))
             found = [plan_of(rank, message) for rank, message in enumerate(messages)]
             plans = [plan for plan in found if plan is not None]

@@ -8,7 +8,7 @@
    only the parent has the thread, which sends the outcome to the child.
 4. Either the writer claims the outcome, or the task is cancelled and its files are deleted. The
    lease on the directory is released only when the write has ended, because after that, another
-   save may reuse the file names.
+   save may reuse the file names. Beneath a URL there is no lease, and no name is used twice.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt._base.log import LOGGER
+from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.errors import CheckpointError
@@ -42,6 +43,8 @@ from torch_ckpt.megatron.torch_write import ADVICE, Results, TorchWrite
 from torch_ckpt.options import Background, WriteOptions
 from torch_ckpt.saving.items import results_of
 from torch_ckpt.saving.write import Events, Written, describe_progress, write_files
+from torch_ckpt.stores import open_store
+from torch_ckpt.stores.folder import ObjectFolder
 
 
 @dataclasses.dataclass
@@ -89,7 +92,7 @@ class EngineWrite:
 
     def run(
         self,
-        directory: OpenDirectory,
+        directory: OpenDirectory | ObjectFolder,
         options: WriteOptions,
         prefix: str,
         sources: _C.SaveSources,
@@ -145,7 +148,7 @@ class WriteTask:
     """One rank's write; see the docstring of this module. Thread-safe.
 
     Attributes:
-        directory: the checkpoint directory.
+        directory: the checkpoint directory, or the URL of the checkpoint.
         prefix: prefix of this rank's file names.
         items: items of the plan.
         values: values of the items, as ``EngineWrite`` or ``TorchWrite`` accepts them; empty once
@@ -159,8 +162,8 @@ class WriteTask:
         open_file: function that opens files for torch's own Python code.
         directory_identity: identity of the directory that was opened when the save began; None for
             a remote file system.
-        opened: the opened directory, in the process that planned the save; None once the task is
-            staged.
+        opened: the opened directory or the objects, in the process that planned the save; None once
+            the task is staged.
         lease: weak reference to the lease that protects the files, which the writer owns.
     """
 
@@ -176,7 +179,7 @@ class WriteTask:
     transforms: _StorageWriterTransforms
     open_file: Callable[..., Any]
     directory_identity: DirectoryIdentity | None
-    opened: OpenDirectory | None
+    opened: OpenDirectory | ObjectFolder | None
     lease: weakref.ref[DirectoryLease] | None
 
     def __post_init__(self) -> None:
@@ -185,6 +188,9 @@ class WriteTask:
         self._is_writing = False
         # The lease, which a cancelled write holds until it ends.
         self._held: DirectoryLease | None = None
+        # The objects beneath a URL that this process writes.
+        self._objects: ObjectFolder | None = None
+        self._planned_in = os.getpid()
         self._lock = threading.Lock()
         self._write: EngineWrite | TorchWrite | None = None
         self._outcome: Results | Exception | None = None
@@ -194,6 +200,13 @@ class WriteTask:
         self._children: _core.ProcessChannel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.options.storage_options is not None:
+            raise TypeError(
+                f"files {self.prefix}* in {self.directory}: a save with storage_options cannot be "
+                "sent to another process, because the options may contain credentials, which are "
+                "never pickled. Set the credentials in the environment of the process, or call the "
+                "preload function before the process is forked"
+            )
         values = [_trim_for_pickle(value) for value in self.values]
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"values": values, "opened": None, "lease": None}
@@ -279,6 +292,7 @@ class WriteTask:
                 "process or an interrupted call staged them; plan the save again"
             )
         opened, values = self._open(), self.values
+        self._objects = opened if isinstance(opened, ObjectFolder) else None
         watched, sources = _C.SourceWatch(), _C.SaveSources()
         for item, value in zip(self.items, values, strict=True):
             if isinstance(value, torch.Tensor):
@@ -316,15 +330,22 @@ class WriteTask:
         # Only the thread refers to the function, which refers to the directory and the values.
         spawn(partial(self._run, [run]))
 
-    def _open(self) -> OpenDirectory | None:
-        """Returns the save's directory; reopens it by path if this is not the process that planned
-        the save.
+    def _open(self) -> OpenDirectory | ObjectFolder | None:
+        """Returns the save's directory or objects; reopens them by path or URL if this is not the
+        process that planned the save.
 
         Raises:
             OSError: the directory does not exist.
             CheckpointError: the path now refers to a different directory.
         """
-        if self.opened is not None or self.directory_identity is None:
+        if self.directory_identity is None:
+            return self.opened
+        if is_url(self.directory):
+            if self.opened is not None and self._planned_in == os.getpid():
+                return self.opened
+            # A forked child cannot use the connections of its parent.
+            return ObjectFolder(open_store(self.directory, self.options.storage_options))
+        if self.opened is not None:
             return self.opened
         opened = OpenDirectory(self.directory)
         if DirectoryIdentity.of(opened).contradicts(self.directory_identity):
@@ -364,6 +385,8 @@ class WriteTask:
 
     def _delete_files(self) -> None:
         """Deletes the files of a cancelled write and ends its lease."""
+        if self._objects is not None:
+            self._objects.remove_written()
         lease, self._held = self._held, None
         if lease is not None and isinstance(self._outcome, dict):
             # Delete them by name: discard() deletes nothing while other ranks hold the directory.

@@ -84,7 +84,9 @@ class ObjectTarget(CheckpointTarget):
         if self._tag is None:
             self._tag = f"{uuid.uuid4().hex[:8]}_"
             # dcp.save drops a writer whose save has failed.
-            self._remove_all = weakref.finalize(self, _remove_tagged, self._store, self._tag)
+            self._remove_all = weakref.finalize(
+                self, _remove_tagged, self._store, self._tag, os.getpid()
+            )
         return self._tag
 
     def open(self, rank: int, ranks: int) -> Opened:
@@ -221,8 +223,10 @@ def checkpoint_target(
     return DirectoryTarget(path, options, own_rank, ends_earlier)
 
 
-def _remove_tagged(store: ObjectStore, tag: str) -> None:
+def _remove_tagged(store: ObjectStore, tag: str, pid: int) -> None:
     """Deletes the objects of all ranks of a save that has failed. Warns if that fails."""
+    if os.getpid() != pid:  # a forked child; the parent may continue the save
+        return
     brief = store.within(CLEANUP_SECONDS)
     try:
         brief.delete([entry.name for entry in brief.list() if f"_{tag}" in entry.name])

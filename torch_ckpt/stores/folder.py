@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from torch_ckpt import _core
@@ -58,7 +58,10 @@ class ObjectFolder:
     def remove_written(self) -> None:
         """Ends unfinished uploads, and deletes the objects that this process has written. Warns if
         that fails."""
-        names = self._calls.end_uploads()
+        self.remove(self._calls.end_uploads())
+
+    def remove(self, names: Collection[str]) -> None:
+        """Deletes objects of a failed save. Warns if that fails."""
         try:
             self.store.within(CLEANUP_SECONDS).delete(names)
         except OSError as error:

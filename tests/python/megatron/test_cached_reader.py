@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,19 @@ def test_the_second_positional_argument_disables_the_cache(
         metadata = CachedMetadataFileSystemReader(path, use_cache).read_metadata()
         assert metadata.state_dict_metadata  # decoded on first access
         assert len(decoded) == expected
+
+
+def test_metadata_beneath_a_url_is_cached_until_it_is_cleared(decoded: list[str]) -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://{uuid.uuid4().hex}/c"
+    async_saves.save(state(), url)
+    decoded.clear()
+    for name in (url, f"{url}/"):
+        assert_equal(load_cached(name), state())
+    assert decoded == [f"{url}/.metadata"]
+    CachedMetadataFileSystemReader.clear_metadata_cache(f"{url}/")
+    assert_equal(load_cached(url), state())
+    assert len(decoded) == 2
 
 
 def test_each_load_has_its_own_copy_of_the_metadata_and_load_id(tmp_path: Path) -> None:
