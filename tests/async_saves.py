@@ -310,10 +310,6 @@ def names_in(path: Path) -> list[str]:
     return [file.name for file in data_files(path)]
 
 
-def open_in_python(path: str, mode: str) -> Any:
-    return open(path, mode)
-
-
 def failure_of(writer: FileSystemWriterAsync) -> BaseException:
     """Returns the error that ``retrieve_write_results`` returns instead of results."""
     outcome = writer.retrieve_write_results()

@@ -23,7 +23,7 @@ from torch_ckpt.megatron import (
     get_write_results_queue,
     save_state_dict_async_finalize,
 )
-from torch_ckpt.megatron.plan import Finalizing
+from torch_ckpt.megatron.plan import Finalizing, for_our_writers
 from torch_ckpt.megatron.request import make_background
 from torch_ckpt.options import Background
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS
@@ -101,6 +101,10 @@ class FileSystemWriterAsync(megatron.FileSystemWriterAsync):
         self.use_cached_data_structure = use_cached_data_structure
         self.use_cpu_shm_for_gpu_tensors = use_cpu_shm_for_gpu_tensors
 
+    original: ClassVar[type[Any] | None] = None
+    original_name: ClassVar[str] = (
+        "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async.FileSystemWriterAsync"
+    )
     #: Caches of nvidia-resiliency-ext's writer. Its tests clear them by name; here they stay empty.
     _cached_identifiers: ClassVar[set[Any]] = set()
     _cached_tensor_data_ptrs: ClassVar[dict[Any, Any]] = {}
@@ -324,6 +328,7 @@ def get_metadata_caching_status() -> tuple[bool, bool] | None:
     return None if cache is None else cache.get_metadata_caching_status()
 
 
+@for_our_writers
 def save_state_dict_async_plan(
     state_dict: dict[str, Any],
     storage_writer: megatron.FileSystemWriterAsync,

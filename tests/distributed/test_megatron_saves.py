@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -157,25 +158,12 @@ def request_of(finalizing: Any, finalize: Any = save_state_dict_async_finalize) 
     return AsyncRequest(function, arguments, [finalize], preload_fn=preload)
 
 
-def case_a_rank_other_than_the_first_can_coordinate(launch: Launch) -> None:
-    for planner in PLANNERS:
-        path, queue = launch.path(planner.__name__), queue_of()
-        for step, disk in ((1, full_disk_on(last_of(launch))), (2, nullcontext())):
-            finalizing = save_state_dict_async_plan(
-                state_at(launch, step),
-                FileSystemWriterAsync(path, thread_count=2, timeout=PATIENCE_SECONDS),
-                coordinator_rank=last_of(launch),
-                planner=planner(),
-            )[0]
-            assert (finalizing[1] is not None) is (launch.rank == last_of(launch))
-            with disk:
-                queue.schedule_async_request(request_of(finalizing))
-                del finalizing
-                if step == 1:
-                    assert set(failure_of(launch, queue.close)) == {last_of(launch)}
-                    assert_nothing_left(path)
-        queue.close()
-        assert_saved(launch, path, 2)
+@takes_several
+def case_a_coordinator_other_than_the_first_rank_is_refused(launch: Launch) -> None:
+    writer = FileSystemWriterAsync(launch.path())
+    with pytest.raises(ValueError, match="coordinator_rank must be 0, got"):
+        save_state_dict_async_plan(state_at(launch, 1), writer, coordinator_rank=last_of(launch))
+    assert names_in(launch.path()) == []
 
 
 @takes_several

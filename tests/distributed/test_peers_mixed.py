@@ -3,6 +3,7 @@ available."""
 
 from __future__ import annotations
 
+import io
 import shutil
 from functools import partial
 from importlib import import_module
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 from benchmarks import no_cuda
 from tests.distributed import cases
@@ -55,6 +57,48 @@ LAYOUTS = [(1, None), (2, None), (4, None), (2, "optimizer"), (4, "optimizer")]
 
 def nvrx(module: str) -> Any:
     return import_module(f"nvidia_resiliency_ext.checkpointing.async_ckpt.{module}")
+
+
+#: Modules with the queues.
+QUEUES = {strategies: "async_utils", nvrx: "core"}
+
+
+class Flip(StreamTransformExtension):
+    """Transform that flips every written bit."""
+
+    @staticmethod
+    def from_descriptor(version: str) -> Flip:
+        return Flip()
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.flip"
+
+    def get_descriptor(self) -> str:
+        return "stream.flip"
+
+    def transform_to(self, output: Any) -> Any:
+        return Flipped(output)
+
+    def transform_from(self, input: Any) -> Any:
+        raise NotImplementedError
+
+
+class Flipped(io.BytesIO):
+    """Stream that passes its contents on when it is closed."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def close(self) -> None:
+        if not self.closed:
+            self._output.write(flipped(self.getvalue()))
+        super().close()
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes(byte ^ 255 for byte in data)
 
 
 # --- states ---------------------------------------------------------------------------------------
@@ -228,16 +272,38 @@ def case_ranks_with_nothing_to_write_take_part_in_megatrons_save(launch: Launch)
             assert_equal(loaded(emptied(state()), path)["t"], state()["t"].data)
 
 
-def case_megatrons_writer_writes_through_our_queue(launch: Launch) -> None:
-    from torch_ckpt import megatron
-
+def case_an_installed_writer_with_transforms_is_megatrons_own(launch: Launch) -> None:
+    """Its save is planned and finalized by Megatron-core's functions, and runs in our queue."""
     path = directory(launch)
-    save_through(megatron.AsyncCallsQueue(), request_for(launch, path, seed=3))
-    if launch.rank == 0:
-        assert checksum_tables(read_metadata(path)) == {}
-    assert_loads(launch, path, seed=3)
     with installed():
-        assert_loads(launch, path, seed=3)
+        writer = strategies("filesystem_async").FileSystemWriterAsync(path, _extensions=[Flip()])
+        assert_saves_flipped(launch, path, writer, strategies)
+
+
+def assert_saves_flipped(launch: Launch, path: Path, writer: Any, package: Any) -> None:
+    """Saves through a writer with the transform, by the functions and the queue that are installed
+    in a package."""
+    state = {f"t{launch.rank}": random_tensor((50, 3), torch.float32, seed=launch.rank)}
+    saver, queues = package("state_dict_saver"), package(QUEUES[package])
+    planned = saver.save_state_dict_async_plan(
+        state, writer, None, 0, planner=dcp.DefaultSavePlanner()
+    )
+    # Megatron-core returns the plans, too.
+    finalizing = planned[0] if isinstance(planned[0], tuple) else planned
+    save, preload, arguments = writer.get_save_function_and_args()
+    finalize = partial(saver.save_state_dict_async_finalize, *finalizing)
+    save_through(
+        queues.AsyncCallsQueue(),
+        queues.AsyncRequest(save, arguments, [finalize], preload_fn=preload),
+    )
+    if launch.rank == 0:
+        metadata = read_metadata(path)
+        assert checksum_tables(metadata) == {}
+        for index, info in metadata.storage_data.items():
+            data = (path / info.relative_path).read_bytes()[info.offset :][: info.length]
+            expected = random_tensor((50, 3), torch.float32, seed=int(index.fqn[1:]))
+            assert_equal(torch.load(io.BytesIO(flipped(data))), expected)
+            assert info.transform_descriptors == ["stream.flip"]
 
 
 def case_a_save_that_runs_during_install_is_finalized(launch: Launch) -> None:
@@ -344,13 +410,11 @@ def case_our_writer_writes_in_a_process_that_nvrx_spawns(launch: Launch) -> None
     save_by_nvrxs_queue(launch, SPAWNED)
 
 
-def case_nvrxs_writer_writes_through_our_queue(launch: Launch) -> None:
-    from torch_ckpt import nvrx as ours
-
-    path = launch.path()
-    writer = nvrx("filesystem_async").FileSystemWriterAsync(path, thread_count=2)
-    save_through(ours.AsyncCallsQueue(), nvrx_request(launch, writer, seed=1))
-    assert_loads_by_torch(launch, path, seed=1)
+def case_an_installed_writer_with_transforms_is_nvrxs_own(launch: Launch) -> None:
+    path = directory(launch)
+    with installed():
+        writer = nvrx("filesystem_async").FileSystemWriterAsync(path, _extensions=[Flip()])
+        assert_saves_flipped(launch, path, writer, nvrx)
 
 
 def case_files_have_nvrxs_names_and_contents(launch: Launch) -> None:

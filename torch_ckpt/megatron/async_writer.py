@@ -15,7 +15,6 @@ Megatron turns a save into functions that its async queue calls, possibly in ano
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import re
 import threading
@@ -26,13 +25,13 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from torch_ckpt import _core
 from torch_ckpt._base.checks import require_choice
@@ -41,17 +40,14 @@ from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.file_system import WriterArguments
-from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.lease import remove_own
-from torch_ckpt.checkpoint.metadata import DCP_VERSION
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.megatron.plan_comparison import with_file_prefix
 from torch_ckpt.megatron.results_queue import ResultsQueue
-from torch_ckpt.megatron.torch_write import Results, dequantize
-from torch_ckpt.megatron.write_task import WriteTask, make_portable
+from torch_ckpt.megatron.write_task import Results, WriteTask, make_portable
 from torch_ckpt.ranks.failures import capture_exceptions
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, is_distributed, own_rank
-from torch_ckpt.saving.items import completed, keeps_default_lookup, resolve
+from torch_ckpt.saving.items import keeps_default_lookup, resolve
 from torch_ckpt.saving.object_target import ObjectTarget
 from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.saving.writer import FileSystemWriter
@@ -66,7 +62,30 @@ Buckets = list[WriteTask]
 _LAST_ARGUMENTS = ("rank", "staged", "write_buckets", "results_queue", "global_results_queue")
 
 
-class FileSystemWriterAsync(FileSystemWriter):
+class _Original:
+    """Base that returns an object of the original class for arguments that the engine cannot honor,
+    while :func:`install` has replaced that class.
+
+    ``__new__`` must not be in the writer's class: ``inspect.signature``, from which Megatron reads
+    the options, prefers it to ``__init__``.
+    """
+
+    original: ClassVar[type[Any] | None] = None
+    #: Qualified name of the original class.
+    original_name: ClassVar[str] = (
+        "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync"
+    )
+
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
+        opens = kwargs.get("open_file", open) is not open
+        if cls.original is not None and (
+            opens or kwargs.get("use_msc") or kwargs.get("_extensions")
+        ):
+            return cls.original(*args, **kwargs)
+        return super().__new__(cls)
+
+
+class FileSystemWriterAsync(_Original, FileSystemWriter):
     """Writes distributed checkpoints in two stages: the save is planned first, and a function
     writes the files later.
 
@@ -80,10 +99,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             are written to separate files. The names of these files also begin with the prefix.
             Requires a ``thread_count`` of at least 2; each of the two groups of files gets half of
             the threads.
-        use_msc: write through the package ``multistorageclient``, which then interprets ``path``.
-        open_file: function that opens a file, called with a path and ``"wb"``. If this function is
-            not ``open``, or if ``use_msc`` or ``_extensions`` is set, torch's own Python code
-            writes the files.
+        use_msc, open_file: arguments of the original class. If :func:`install` has replaced that
+            class, and ``use_msc``, another function than ``open`` or ``_extensions`` is passed, the
+            constructor returns an object of the original class, because the engine cannot write
+            such files.
         on_failure: ``"return"`` makes ``retrieve_write_results`` return a wrapped exception, which
             Megatron gathers on all ranks; ``"raise"`` makes the method raise the error.
         timeout: seconds without a heartbeat after which a rank is declared dead. Applies while
@@ -91,14 +110,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         kwargs: passed to :class:`FileSystemWriter`, such as ``thread_count``.
 
     Attributes:
-        checkpoint_dir: ``path`` as passed to the writer.
         results_queue: queue for the save function; None if this rank has nothing to write.
         write_buckets: list that contains the task for the preload function; empty if this rank has
             nothing to write. None before ``prepare_write_data`` has been called.
 
     Raises:
-        ValueError: an option has an invalid value.
-        CheckpointError: ``use_msc`` is True and ``multistorageclient`` is not installed.
+        ValueError: an option has an invalid value, or only the original class can write.
 
     Examples:
         ```python
@@ -111,6 +128,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     can_run_decentralized_global_plan = True
     # Megatron compares each plan with the plan of the previous save, which had another directory.
     sends_identity = False
+    use_msc = False
 
     # The writers of this process whose files may not exist yet.
     _planned: ClassVar[LiveObjects[FileSystemWriterAsync]] = LiveObjects()
@@ -128,15 +146,17 @@ class FileSystemWriterAsync(FileSystemWriter):
         **kwargs: Unpack[WriterArguments],
     ) -> None:
         require_choice("on_failure", on_failure, ("return", "raise"))
-        self.use_msc = use_msc  # The base class asks whether the files are local.
         super().__init__(path, *args, separation_hint=separation_hint, **kwargs)
+        if use_msc or open_file is not open or self.transforms.extensions:
+            raise ValueError(
+                "the engine cannot write through use_msc=True, open_file= or _extensions=; use "
+                f"{self.original_name}"
+            )
         if self.serialization_format.name != "TORCH_SAVE":
             raise ValueError(
                 f"FileSystemWriterAsync cannot write {self.serialization_format}; pass "
                 "serialization_format=SerializationFormat.TORCH_SAVE"
             )
-        self.checkpoint_dir = path
-        self.open_file = _msc().open if use_msc else open_file
         self.on_failure = on_failure
         self.timeout = timeout
         self.results_queue: ResultsQueue | None = None
@@ -156,17 +176,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.rank is None:
             self.rank = own_rank()
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset(checkpoint_id)
-        if checkpoint_id:
-            self.checkpoint_dir = checkpoint_id
-
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.write_buckets = self.results_queue = self._failure = None
         self.tag_of_save = ""
-        if self.use_msc:
-            _msc().os.makedirs(str(self.checkpoint_dir), exist_ok=True)
-            return plan
         return super().prepare_local_plan(plan)
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
@@ -187,7 +199,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         RelaxedGc.end()
         items = list(plan.items)
-        target = self.target if self._is_local() else None
+        target = self.target
         if isinstance(target, DirectoryTarget) and target.lease is None:
             # Protects this rank's files from removal until the coordinator commits. With a cached
             # plan, the coordinator may have no lease yet.
@@ -197,40 +209,21 @@ class FileSystemWriterAsync(FileSystemWriter):
             self._planned.add(self)
         with no_gc():
             direct = keeps_default_lookup(planner)
-            if self.engine_can_write():
-                values = [resolve(planner, item, direct, whole=dequantize) for item in items]
-            else:
-                values = [dequantize(planner.resolve_data(item)) for item in items]
-        opened = None if target is None else target.directory
+            values = [resolve(planner, item, direct, whole=_dequantize) for item in items]
         task = WriteTask(
-            directory=str(self.checkpoint_dir if self.use_msc else self.path),
+            directory=str(self.path),
             prefix=self.prefix,
             items=items,
             values=values,
             rank=own_rank(),
             ranks=dist.get_world_size() if is_distributed() else 1,
-            by_engine=self.engine_can_write(),
             options=self.write_options(),
-            background=self.options.background,
-            transforms=self.transforms,
-            open_file=self.open_file,
-            directory_identity=None if opened is None else DirectoryIdentity.of(opened),
-            opened=opened,
+            directory_identity=DirectoryIdentity.of(target.directory),
+            opened=target.directory,
             lease=weakref.ref(self.lease) if self.lease is not None else None,
         )
         self.write_buckets = [task] if items else []
         self.results_queue = ResultsQueue() if items else None
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if self.engine_can_write():
-            return super().write_data(plan, planner)
-        self.prepare_write_data(plan, planner)
-        assert self.write_buckets is not None
-        outcome = _outcome_of(self.write_buckets)
-        self._planned.discard(self)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return completed(list(chain.from_iterable(outcome.values())))
 
     def abandon(self) -> None:
         super().abandon()
@@ -299,8 +292,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         exception.
 
         Args:
-            transform_list: ignored, like ``use_msc`` and ``open_file``, because the task already
-                stores them.
+            transform_list: ignored, like ``use_msc`` and ``open_file``, because the engine uses
+                none of them.
             arguments: ``use_msc`` and ``open_file``, if the version of the replaced package has
                 these arguments; then ``rank``, the result of the preload function, and the queue.
                 A task that has not been staged yet is staged first.
@@ -337,7 +330,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Waits until one staged task has ended, and puts the task's results or error into a queue.
 
         Args:
-            transform_list: ignored, because the task already stores it.
+            transform_list: ignored, because the engine uses none.
             local_proc_idx: number of the bucket.
             write_bucket: an element of ``write_buckets``, or of the preload function's result.
             results_queue: queue that receives one tuple: the bucket's number, followed by either
@@ -373,64 +366,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        if not self.use_msc:
-            self._commit(metadata, results)
-            return
-        metadata.version = DCP_VERSION
-        metadata.storage_data = {r.index: r.storage_data for r in chain.from_iterable(results)}
-        metadata.storage_meta = self.storage_meta()
-        with self.open_file(os.path.join(str(self.checkpoint_dir), METADATA_NAME), "wb") as stream:
-            pickle.dump(metadata, stream)
-
-    def remove_written(self, results: list[WriteResult]) -> None:
-        """Deletes the files that this rank has written, after another rank has failed."""
-        if self.use_msc:
-            return
-        target = self.target
-        if isinstance(target, ObjectTarget):
-            target.directory.remove(_files_of(results))
-        else:
-            remove_own(target.directory, _files_of(results))
-
-    # --- other methods of torch's interface ------------------------------------------------------
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The checkpoint directory."""
-        return str(self.checkpoint_dir if self.use_msc else self.path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return str(checkpoint_id).startswith("msc://") or bool(
-            super().validate_checkpoint_id(checkpoint_id)
-        )
-
-    def engine_can_write(self) -> bool:
-        return self.open_file is open and super().engine_can_write()
-
-    @property
-    def has_data_to_write(self) -> bool:
-        """True if this rank has something to write in the planned save."""
-        return bool(self.write_buckets)
-
-    # --- private ---------------------------------------------------------------------------------
-
-    def _is_local(self) -> bool:
-        return not self.use_msc and super()._is_local()
-
-    def _hand_over(self) -> None:
-        """Makes the coordinator responsible for this rank's files: the end of this rank's save no
-        longer deletes them, and the coordinator's lease protects them."""
-        target = self._target
-        if self._commits or target is None:
-            return
-        if isinstance(target, ObjectTarget):
-            target.keep_all()
-        elif target.lease is not None:
-            target.lease.hand_over()
-            target.lease = None
-
-    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         target = self.target
         if isinstance(target, DirectoryTarget):
             self._require_files(target, results)
@@ -445,6 +380,45 @@ class FileSystemWriterAsync(FileSystemWriter):
             # coordinator's objects.
             folder.remove(_files_of(chain.from_iterable(results)))
             raise
+
+    def remove_written(self, results: list[WriteResult]) -> None:
+        """Deletes the files that this rank has written, after another rank has failed."""
+        target = self.target
+        if isinstance(target, ObjectTarget):
+            target.directory.remove(_files_of(results))
+        else:
+            remove_own(target.directory, _files_of(results))
+
+    # --- other methods of torch's interface ------------------------------------------------------
+
+    @property
+    def checkpoint_dir(self) -> str | os.PathLike[str]:
+        """The path or URL that was passed to the writer."""
+        return self._given_path
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint directory or URL."""
+        return str(self.path)
+
+    @property
+    def has_data_to_write(self) -> bool:
+        """True if this rank has something to write in the planned save."""
+        return bool(self.write_buckets)
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        """Makes the coordinator responsible for this rank's files: the end of this rank's save no
+        longer deletes them, and the coordinator's lease protects them."""
+        target = self._target
+        if self._commits or target is None:
+            return
+        if isinstance(target, ObjectTarget):
+            target.keep_all()
+        elif target.lease is not None:
+            target.lease.hand_over()
+            target.lease = None
 
     def _require_files(self, target: DirectoryTarget, results: list[list[WriteResult]]) -> None:
         """Raises an error if a file that the metadata would refer to is missing or too short."""
@@ -466,8 +440,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                 )
 
     def _choose_prefix(self, prefix: str) -> str:
-        if self.use_msc:
-            return prefix
         target = self.target
         if isinstance(target, ObjectTarget):
             # A cached plan may have the tag of another save.
@@ -508,13 +480,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
         results = list(chain.from_iterable(outcome.values()))
-        self._hand_over()
         expected = len(task.items)
         if len(results) != expected:
             raise RuntimeError(
                 f"Incomplete worker results (expected {expected}, got {len(results)}): {where}; "
                 "check the worker's log and save again"
             )
+        self._hand_over()
         return results
 
 
@@ -532,12 +504,13 @@ def _outcome_of(buckets: Buckets) -> Results | Exception:
         return make_portable(error)
 
 
-def _msc() -> Any:
-    try:
-        import multistorageclient  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise CheckpointError(
-            "use_msc=True requires the package multi-storage-client, which is not installed; "
-            "install it with pip install multi-storage-client"
-        ) from error
-    return multistorageclient
+def _dequantize(value: Any) -> Any:
+    """Dequantizes a tensor whose class has its own ``dequantize``, which torch's format cannot
+    store.
+
+    Returns any other value unchanged.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor) and kind.dequantize is not torch.Tensor.dequantize:
+        return value.dequantize()
+    return value

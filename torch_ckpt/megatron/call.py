@@ -17,7 +17,7 @@ from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.request import STEP, AsyncRequest, require_same_call, stage_arguments
-from torch_ckpt.megatron.write_task import StagedWrites, staging_for
+from torch_ckpt.megatron.write_task import tasks_in
 from torch_ckpt.options import Background
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.failures import (
@@ -49,7 +49,10 @@ class Call:
         self.request = request
         # Looked up early, because the process group may be destroyed before the call is finalized.
         self.group = group
-        self.staged = StagedWrites(background)
+        self.writes = tasks_in(request.async_fn_args)
+        if background is not None:
+            for write in self.writes:
+                write.background = background
         self.ended = threading.Event()
         self.is_aborted = False
         self.failure: Failure | None = None
@@ -67,10 +70,9 @@ class Call:
         Raises:
             KeyboardInterrupt, SystemExit: raised during staging. The call fails as well.
         """
-        with staging_for(self.staged):
-            arguments = capture_exceptions(stage_arguments, self.request)
+        arguments = capture_exceptions(stage_arguments, self.request)
         if isinstance(arguments, Failure):
-            self.complete(arguments)
+            self._cancel(arguments)
         elif self.request.async_fn is None:
             self.complete(None)
         else:
@@ -78,12 +80,7 @@ class Call:
                 # Only the thread refers to the arguments.
                 self._thread = spawn(partial(self._run, [arguments], before))
             except RuntimeError as error:
-                self.complete(failure_of(error))
-        if self.is_aborted:
-            # Another thread aborted the call before all of its writes were listed.
-            self.abort()
-        elif self.ended.is_set() and self.failure is not None:
-            self.cancel_writes()
+                self._cancel(failure_of(error))
         if isinstance(arguments, Failure) and isinstance(
             arguments.error, KeyboardInterrupt | SystemExit
         ):
@@ -113,11 +110,6 @@ class Call:
             self.agreement.ranks.cancel(failure)
         self.release_finalize_fns()
 
-    def cancel_writes(self) -> None:
-        """Cancels the writes that have begun; their files are deleted."""
-        for write in list(self.staged.writes):
-            write.cancel()
-
     def release_finalize_fns(self) -> None:
         """Releases the finalize functions, and with them the writer and its results.
 
@@ -146,7 +138,7 @@ class Call:
             if now != progress:
                 progress, since = now, time.monotonic()
             elif time.monotonic() - since >= timeout:
-                doing = [write.describe_progress() for write in self.staged.writes]
+                doing = [write.describe_progress() for write in self.writes]
                 what = "; ".join(doing) or "its function"
                 error = TimeoutError(
                     f"rank {own_rank()}: call {self.request.call_idx} made no progress for "
@@ -190,20 +182,20 @@ class Call:
     def _call_function(self, arguments: list[Any]) -> None:
         request = self.request
         if request.async_fn is not None:  # None: cancelled before it started
-            with staging_for(self.staged):
-                request.async_fn(*arguments, **request.async_fn_kwargs)
+            request.async_fn(*arguments, **request.async_fn_kwargs)
 
     def _cancel(self, failure: Failure) -> None:
-        """Ends the call with a failure. A caller's own function keeps running, but interpreter exit
-        does not wait for it."""
+        """Ends the call with a failure, and cancels its writes, whose files are deleted. A caller's
+        own function keeps running, but interpreter exit does not wait for it."""
         self.complete(failure)
-        self.cancel_writes()
+        for write in self.writes:
+            write.cancel()
         if self._thread is not None:
             exit_without(self._thread)
 
     def _progress(self) -> tuple[int, int]:
         """Returns a value that changes as long as the call makes progress."""
-        written = sum(write.moved() for write in self.staged.writes)
+        written = sum(write.moved() for write in self.writes)
         return _read_processor_time(self._thread), written
 
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from torch_ckpt import _core
@@ -30,20 +30,41 @@ from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.async_writer import FileSystemWriterAsync
-from torch_ckpt.megatron.plan_comparison import (
-    hash_plan,
-    require_same,
-    same_plans,
-    with_file_prefix,
-)
+from torch_ckpt.megatron.plan_comparison import require_same, same_plans, with_file_prefix
 from torch_ckpt.ranks.exchange import Answers, Exchange
-from torch_ckpt.ranks.failures import reraise_torch_failures
-from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup, is_distributed
+from torch_ckpt.ranks.group import RankGroup, is_distributed
 from torch_ckpt.saving.save_state import SaveState
 
-T = TypeVar("T")
-K = TypeVar("K")
+P = ParamSpec("P")
 R = TypeVar("R")
+
+#: The functions that ``install`` has replaced: by the writer class of their package, and by name.
+originals: dict[type, dict[str, Callable[..., Any]]] = {}
+
+
+def for_our_writers(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function that has a storage writer among its arguments.
+
+    If the writer is one of a replaced package, the original function is called. Any other writer of
+    another class raises TypeError.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for writer in (*args, *kwargs.values()):
+            if isinstance(writer, StorageWriter) and not isinstance(writer, FileSystemWriterAsync):
+                known = [originals[kind] for kind in type(writer).__mro__ if kind in originals]
+                if not known or function.__name__ not in known[0]:
+                    raise TypeError(
+                        f"{function.__name__}() cannot save through a {type(writer).__name__}; "
+                        "pass a FileSystemWriterAsync of torch_ckpt.megatron or torch_ckpt.nvrx"
+                    )
+                result: R = known[0][function.__name__](*args, **kwargs)
+                return result
+        return function(*args, **kwargs)
+
+    return call
+
 
 #: The arguments of ``save_state_dict_async_finalize``.
 Finalizing = tuple[FileSystemWriterAsync, Metadata | None, _DistWrapper]
@@ -62,6 +83,7 @@ class PlannedSave(NamedTuple):
     is_as_loaded: bool
 
 
+@for_our_writers
 def save_state_dict_async_plan(
     state_dict: dict[str, Any],
     storage_writer: FileSystemWriterAsync,
@@ -78,7 +100,7 @@ def save_state_dict_async_plan(
             function copies them. Do not modify the values between the two calls.
         storage_writer: the writer of this save.
         process_group: the ranks; None means the default group.
-        coordinator_rank: rank in the group that creates and commits the metadata.
+        coordinator_rank: must be 0: the first rank of the group creates and commits the metadata.
         planner: the planner; None means torch's ``DefaultSavePlanner``. If planner and writer both
             support a decentralized global plan, each rank names its own files.
         cached_ckpt_structure: a tuple: the central plan of the previous save, the local plan of
@@ -100,6 +122,7 @@ def save_state_dict_async_plan(
     Raises:
         CheckpointException: planning failed; raised on every rank with the cause from each failed
             rank.
+        ValueError: ``coordinator_rank`` is not 0.
 
     Examples:
         ```python
@@ -124,7 +147,7 @@ def save_state_dict_async_plan(
             with ranks.alive(time.monotonic_ns):
                 save.agree(ranks, loaded_all_plans or [], local_cached)
         except BaseException:
-            _abandon(storage_writer)
+            storage_writer.abandon()
             raise
         finally:
             ranks.close_in_background()
@@ -135,6 +158,7 @@ def save_state_dict_async_plan(
     return PlannedSave(finalizing, central, save.local, save.is_as_cached, save.is_as_loaded)
 
 
+@for_our_writers
 def save_state_dict_async_finalize(
     storage_writer: FileSystemWriterAsync,
     global_metadata: Metadata | None,
@@ -174,10 +198,6 @@ def save_state_dict_async_finalize(
             )
         storage_writer.finish(global_metadata, results)
 
-    def undo(results: list[WriteResult]) -> None:
-        if isinstance(storage_writer, FileSystemWriterAsync):
-            storage_writer.remove_written(results)
-
     try:
         # If our function planned the save, use its store: the process group may have been
         # destroyed since.
@@ -185,16 +205,16 @@ def save_state_dict_async_finalize(
         ranks = (open_exchange or _opener_for(dist_wrapper, storage_writer))("/end")
         try:
             with ranks.alive(time.monotonic_ns):
-                ranks.exchange("write", retrieve, commit, undo)
+                ranks.exchange("write", retrieve, commit, storage_writer.remove_written)
         except BaseException:
             # The coordinator abandons last. Files are deleted by the last rank that holds the
             # directory's lock; if two ranks abandoned at once, neither would be the last.
             if not dist_wrapper.is_coordinator:
-                _abandon(storage_writer)
+                storage_writer.abandon()
             ranks.close()
             raise
     finally:
-        _abandon(storage_writer)
+        storage_writer.abandon()
     ranks.close_in_background()
 
 
@@ -206,9 +226,9 @@ _structures: dict[int, Any] = {}
 class _PlanMessage(NamedTuple):
     """The local plan of a rank, as it is sent to the coordinator."""
 
-    plan: SavePlan | None  # None: equal to the loaded plan
+    plan: SavePlan
     is_as_cached: bool
-    digest: int = 0  # hash of the loaded plan
+    is_as_loaded: bool
 
 
 class _PlanAnswer(NamedTuple):
@@ -217,8 +237,7 @@ class _PlanAnswer(NamedTuple):
     central: SavePlan | None  # None: the rank derives it from its local plan
     tag: str
     is_as_cached: bool
-    is_as_loaded: bool = False
-    needs_plan: bool = False  # the rank must send its plan, even if it equals the loaded plan
+    is_as_loaded: bool
 
 
 class _Save:
@@ -270,9 +289,7 @@ class _Save:
             return error
         return None
 
-    def agree(
-        self, ranks: Exchange | _Collectives, loaded: list[SavePlan], cached: SavePlan | None
-    ) -> None:
+    def agree(self, ranks: Exchange, loaded: list[SavePlan], cached: SavePlan | None) -> None:
         """Agrees on the plans with the other ranks.
 
         Args:
@@ -288,30 +305,22 @@ class _Save:
                 local = self._writer.prepare_local_plan(self._planner.create_local_plan())
             own = self._assign_files(local)
             is_as_cached = cached is not None and same_plans(own, cached)
-            message = _PlanMessage(local, is_as_cached)
-            is_as_loaded = self._is_decentralized and len(loaded) == size
-            if is_as_loaded and same_plans(local, loaded[rank]):
-                message = _PlanMessage(None, is_as_cached, hash_plan(loaded[rank]))
-            return message, (local, own)
-
-        def plan_of(rank: int, message: _PlanMessage) -> SavePlan | None:
-            """Returns a rank's plan. Returns None if the coordinator has not loaded that plan."""
-            if message.plan is not None or len(loaded) != size:
-                return message.plan
-            return loaded[rank] if hash_plan(loaded[rank]) == message.digest else None
+            has_loaded = self._is_decentralized and len(loaded) == size
+            is_as_loaded = has_loaded and same_plans(local, loaded[rank])
+            return _PlanMessage(local, is_as_cached, is_as_loaded), (local, own)
 
         def plan_globally(messages: list[_PlanMessage]) -> Any:
             _core.fault_point("plan of all ranks")
             # No variable, which a traceback would keep, may refer to the target.
-            has_target = isinstance(self._writer, FileSystemWriterAsync) and not self._writer.use_msc
-            tag = (self._writer.target.tag or "") if has_target else ""
-            answer = _PlanAnswer(None, tag, all(message.is_as_cached for message in messages))
-            found = [plan_of(rank, message) for rank, message in enumerate(messages)]
-            plans = [plan for plan in found if plan is not None]
-            if len(plans) < size:
-                return answer._replace(needs_plan=True)
-            if all(message.plan is None for message in messages):
-                return answer._replace(is_as_loaded=True)
+            tag = self._writer.target.tag or ""
+            plans = [message.plan for message in messages]
+            is_as_loaded = all(message.is_as_loaded for message in messages)
+            # The ranks may have loaded different checkpoints.
+            is_as_loaded = is_as_loaded and all(map(same_plans, plans, loaded))
+            is_as_cached = all(message.is_as_cached for message in messages)
+            answer = _PlanAnswer(None, tag, is_as_cached, is_as_loaded)
+            if is_as_loaded:
+                return answer
             central, self.metadata = self._planner.create_global_plan(plans)
             if self._is_decentralized:
                 # After a restart, the plans of the first save are compared with these.
@@ -324,11 +333,7 @@ class _Save:
 
         answer: _PlanAnswer
         answer, (local, own) = ranks.exchange("plan", plan_locally, plan_globally)
-        if answer.needs_plan:
-            message = _PlanMessage(local, answer.is_as_cached)
-            answer, _ = ranks.exchange("plan", lambda: (message, None), plan_globally)
-        if isinstance(self._writer, FileSystemWriterAsync):
-            self._writer.tag_of_save = answer.tag
+        self._writer.tag_of_save = answer.tag
         self.local = own if answer.central is None else local
         self.central = own if answer.central is None else answer.central
         self.is_as_cached, self.is_as_loaded = answer.is_as_cached, answer.is_as_loaded
@@ -348,8 +353,6 @@ class _Save:
             self.central = self._planner.finish_plan(self.central)
             self._writer.prepare_write_data(self.central, self._planner)
         except Exception as error:
-            if not isinstance(self._writer, FileSystemWriterAsync):
-                raise
             self._writer.fail(error)
         return self.central
 
@@ -384,45 +387,7 @@ class _Save:
         return state.structure, nesting
 
 
-class _Collectives:
-    """Exchanges through the collectives of a wrapper's group, for a coordinator that is not rank 0
-    of the group. Has the methods of :class:`Exchange`."""
-
-    def __init__(self, wrapper: _DistWrapper) -> None:
-        self._wrapper = wrapper
-
-    def exchange(
-        self,
-        step: str,
-        send: Callable[[], tuple[T, K]],
-        combine: Callable[[list[T]], R],
-        undo: Callable[[K], None] | None = None,
-    ) -> tuple[R, K]:
-        kept: list[K] = []
-
-        def send_only() -> T:
-            sent, of_rank = send()
-            kept.append(of_rank)
-            return sent
-
-        def combine_to_list(values: list[T]) -> list[Any]:
-            answer: Any = combine(values)
-            return answer if isinstance(answer, Answers) else [answer] * len(values)
-
-        with reraise_torch_failures(self._wrapper.get_rank()):
-            answer = self._wrapper.reduce_scatter(step, send_only, combine_to_list)
-        return answer, kept[0]
-
-    def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        pass
-
-    close_in_background = close
-
-
-def _opener_for(wrapper: _DistWrapper, writer: Any) -> Callable[[str], Exchange | _Collectives]:
+def _opener_for(wrapper: _DistWrapper, writer: FileSystemWriterAsync) -> Callable[[str], Exchange]:
     """Returns a function that opens exchanges for the steps of one save. Its argument is the suffix
     of the keys.
 
@@ -431,20 +396,18 @@ def _opener_for(wrapper: _DistWrapper, writer: Any) -> Callable[[str], Exchange 
 
     Raises:
         CheckpointError: the wrapper's process group was destroyed.
+        ValueError: the coordinator is not rank 0 of the group.
     """
+    if wrapper.coordinator_rank != 0:
+        raise ValueError(
+            f"coordinator_rank must be 0, got {wrapper.coordinator_rank}: torch_ckpt's coordinator "
+            "is the first rank of the process group. Pass a group with another first rank"
+        )
     if wrapper.use_dist and not is_distributed():
         raise CheckpointError(
             "the process group of this save was destroyed before the save was finalized; "
             "finalize it, or close the queue, before calling destroy_process_group()"
         )
-    if wrapper.coordinator_rank != 0:
-        return lambda _: _Collectives(wrapper)
     group = RankGroup.of(wrapper.group, no_dist=not wrapper.use_dist)
     prefix = group.next_prefix("plan") if group.distributed else ""
-    timeout = writer.timeout if isinstance(writer, FileSystemWriterAsync) else TIMEOUT_SECONDS
-    return lambda suffix: Exchange(group, prefix + suffix, timeout)
-
-
-def _abandon(writer: Any) -> None:
-    if isinstance(writer, FileSystemWriterAsync):
-        writer.abandon()
+    return lambda suffix: Exchange(group, prefix + suffix, writer.timeout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -25,12 +24,6 @@ def same_plans(plan: SavePlan, loaded: SavePlan) -> bool:
         and len(plan.items) == len(loaded.items)
         and all(map(_same_item, plan.items, loaded.items))
     )
-
-
-def hash_plan(plan: SavePlan) -> int:
-    """Returns a hash of the names and offsets of a plan's items."""
-    named = [(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items]
-    return zlib.crc32(repr(named).encode())
 
 
 def require_same(plan: SavePlan, cached: SavePlan) -> None:

@@ -8,7 +8,7 @@ some on import and some at each save. Therefore, ``install`` replaces
 3. idle queues that are globals of these modules.
 
 Names that other packages have imported, and queues with saves in progress, are not replaced, but
-listed in the log. Their classes and ours work together.
+listed in the log. Our writer also works in their queues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
@@ -25,12 +25,57 @@ from typing import Any
 from torch_ckpt._base.checks import names_of
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.file_system import ReaderArguments, WriterArguments
-from torch_ckpt.megatron.replaced_packages import REPLACED_PACKAGES, ReplacedPackage
+from torch_ckpt.megatron.plan import originals
 
 _QUEUE = "AsyncCallsQueue"
+_WRITER = "FileSystemWriterAsync"
+
+
+@dataclass(frozen=True)
+class _Package:
+    """A package whose names are replaced by our public names. Not every version defines all names.
+
+    Attributes:
+        title: name of the package in messages.
+        package: the Python package that contains ``modules``.
+        modules: modules that define the names, relative to ``package``.
+        ours: the module that users import our names from.
+    """
+
+    title: str
+    package: str
+    modules: tuple[str, ...]
+    ours: str
+
+
+_PACKAGES = (
+    _Package(
+        "Megatron-core",
+        "megatron.core.dist_checkpointing.strategies",
+        (
+            "filesystem_async",
+            "async_utils",
+            "state_dict_saver",
+            "cached_metadata_filesystem_reader",
+        ),
+        "torch_ckpt.megatron",
+    ),
+    _Package(
+        "nvidia-resiliency-ext",
+        "nvidia_resiliency_ext.checkpointing.async_ckpt",
+        (
+            "filesystem_async",
+            "core",
+            "state_dict_saver",
+            "torch_ckpt",
+            "cached_metadata_filesystem_reader",
+        ),
+        "torch_ckpt.nvrx",
+    ),
+)
 
 # Top-level packages. "megatron" includes megatron.training, which imports from both packages.
-_TOP_LEVEL = {package.package.partition(".")[0] for package in REPLACED_PACKAGES}
+_TOP_LEVEL = {package.package.partition(".")[0] for package in _PACKAGES}
 
 
 @dataclass(frozen=True)
@@ -59,8 +104,9 @@ def install(
 
     Call this function on every rank before the first save or load, preferably before Megatron is
     initialized. Classes that other packages have already imported by name, and queues with saves in
-    progress, are not replaced. The log lists these classes and queues, which can be used together
-    with torch_ckpt's classes. A second call replaces the options of the first call.
+    progress, are not replaced, but listed in the log. The writer of torch_ckpt also works in such
+    queues. For a writer with ``use_msc``, ``open_file`` or ``_extensions``, an object of the
+    original class is created. A second call replaces the options of the first call.
 
     Args:
         writer: options of ``FileSystemWriterAsync`` for all saves. These options override the
@@ -85,13 +131,14 @@ def install(
     uninstall()
     found: list[_Replacement] = []
     missing: list[str] = []
-    for package in REPLACED_PACKAGES:
+    for package in _PACKAGES:
         try:
             modules = _import_modules(package)
         except Exception as error:
             missing.append(_describe_failure(package, error))
         else:
             found += _find_replacements(package, modules, writer or {}, reader or {})
+    _set_originals(found)
     by_identity = {id(replacement.theirs): replacement for replacement in found}
     names = {}
     for module, name, value in _iterate_globals():
@@ -140,6 +187,7 @@ def uninstall() -> list[str]:
         torch_ckpt.megatron.uninstall()
         ```
     """
+    _set_originals([])
     ours = {id(replacement.ours): replacement for replacement in _replacements}
     # The same object of ours may replace one object in each package.
     ours_by_package = {
@@ -189,7 +237,22 @@ def _log_lines(verb: str, names: Mapping[tuple[ModuleType, str], _Replacement]) 
     return lines
 
 
-def _import_modules(package: ReplacedPackage) -> list[ModuleType]:
+def _set_originals(found: Collection[_Replacement]) -> None:
+    """Makes our writers and functions delegate to the originals what the engine cannot write."""
+    for package in _PACKAGES:
+        theirs = {
+            each.title.rpartition(".")[2]: each.theirs
+            for each in found
+            if each.title.startswith(f"{package.ours}.")
+        }
+        ours = getattr(importlib.import_module(package.ours), _WRITER)
+        ours.original = theirs.get(_WRITER)
+        if ours.original is not None:
+            # Also after uninstall(), because a save may still have to be finalized.
+            originals[ours.original] = theirs
+
+
+def _import_modules(package: _Package) -> list[ModuleType]:
     """Returns the modules that define the names of a package."""
     importlib.import_module(package.package)
     paths = [f"{package.package}.{name}" for name in package.modules]
@@ -197,7 +260,7 @@ def _import_modules(package: ReplacedPackage) -> list[ModuleType]:
     return [importlib.import_module(path) for path in paths if importlib.util.find_spec(path)]
 
 
-def _describe_failure(package: ReplacedPackage, error: Exception) -> str:
+def _describe_failure(package: _Package, error: Exception) -> str:
     """Returns the reason why a package is not replaced."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and package.package.startswith(missing):
@@ -206,7 +269,7 @@ def _describe_failure(package: ReplacedPackage, error: Exception) -> str:
 
 
 def _find_replacements(
-    package: ReplacedPackage,
+    package: _Package,
     modules: Iterable[ModuleType],
     writer: Mapping[str, Any],
     reader: Mapping[str, Any],
@@ -214,7 +277,7 @@ def _find_replacements(
     public = importlib.import_module(package.ours)
     ours = {name: getattr(public, name) for name in public.__all__}
     for name, options in (
-        ("FileSystemWriterAsync", writer),
+        (_WRITER, writer),
         ("CachedMetadataFileSystemReader", reader),
     ):
         ours[name] = _bind_options(ours[name], options)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.megatron.replaced_packages import REPLACED_PACKAGES
-from torch_ckpt.megatron.write_task import StagedWrites, staging_for
+from torch_ckpt.megatron.write_task import tasks_in
 from torch_ckpt.options import Background
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
@@ -51,7 +51,7 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return rebuild_request, tuple(self)
+        return _rebuild, tuple(self)
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Adds a finalize function, which is called after the existing finalize functions.
@@ -77,8 +77,9 @@ class AsyncRequest(NamedTuple):
         """
 
         def run() -> None:
-            with staging_for(StagedWrites(_NORMAL_PRIORITY)):
-                arguments = stage_arguments(self)
+            for task in tasks_in(self.async_fn_args):
+                task.background = _NORMAL_PRIORITY
+            arguments = stage_arguments(self)
             if self.async_fn is not None:
                 self.async_fn(*arguments, **self.async_fn_kwargs)
 
@@ -114,22 +115,18 @@ class AsyncRequest(NamedTuple):
         return self.call_idx
 
 
-def rebuild_request(*fields: Any) -> Any:
-    """Unpickles a request, as an instance of every ``AsyncRequest`` class that is imported.
+def _rebuild(*fields: Any) -> Any:
+    """Unpickles a request. In a worker process of a replaced package, in which nothing is replaced,
+    returns a request of that package.
 
-    The replaced packages' worker processes silently drop requests that are not instances of their
-    own class, and the process that sent such a request would wait forever.
+    The worker silently drops all other requests, and the process that has sent one would wait
+    forever.
     """
-    kinds: list[Any] = [AsyncRequest]
-    for package in REPLACED_PACKAGES:
-        for name in package.modules:
-            module = sys.modules.get(f"{package.package}.{name}")
-            theirs = getattr(module, AsyncRequest.__name__, AsyncRequest)
-            if theirs not in kinds and getattr(theirs, "_fields", ()) == AsyncRequest._fields:
-                kinds.append(theirs)
-    if len(kinds) == 1:
-        return AsyncRequest(*fields)
-    return type(AsyncRequest.__name__, tuple(kinds), {"__slots__": ()})(*fields)
+    work = getattr(multiprocessing.current_process(), "_target", None)
+    module = sys.modules.get(getattr(work, "__module__", ""))
+    theirs = getattr(module, AsyncRequest.__name__, AsyncRequest)
+    has_same_fields = getattr(theirs, "_fields", ()) == AsyncRequest._fields
+    return (theirs if has_same_fields else AsyncRequest)(*fields)
 
 
 def stage_arguments(request: AsyncRequest) -> list[Any]:

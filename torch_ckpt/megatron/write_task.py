@@ -20,14 +20,13 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 # At interpreter exit, its hook waits for the engine's threads.
 import torch_ckpt.saving.handle  # noqa: F401
@@ -39,108 +38,17 @@ from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.megatron.torch_write import ADVICE, Results, TorchWrite
-from torch_ckpt.options import Background, WriteOptions
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.items import results_of
 from torch_ckpt.saving.write import Events, Written, describe_progress, write_files
 from torch_ckpt.stores import open_store
 from torch_ckpt.stores.folder import ObjectFolder
 
+#: The results of each file, by file number.
+Results = dict[int, list[WriteResult]]
 
-@dataclasses.dataclass
-class StagedWrites:
-    """The tasks staged in a block of :func:`staging_for`.
-
-    Attributes:
-        background: priorities of the engine's threads; None means the writer's.
-        writes: tasks that have begun. The last one may not be staged yet.
-    """
-
-    background: Background | None = None
-    writes: list[WriteTask] = dataclasses.field(default_factory=list)
-
-
-_current_writes: ContextVar[StagedWrites] = ContextVar("torch_ckpt_staged_writes")
-
-
-@contextlib.contextmanager
-def staging_for(staged: StagedWrites) -> Iterator[None]:
-    """Block in which each task that is staged is added to ``staged``."""
-    token = _current_writes.set(staged)
-    try:
-        yield
-    finally:
-        _current_writes.reset(token)
-
-
-class EngineWrite:
-    """One rank's write by the engine."""
-
-    def __init__(
-        self,
-        watched: _C.SourceWatch,
-        background: Background,
-        ranks: int,
-        children: _core.ProcessChannel | None,
-    ) -> None:
-        self._save = _C.Save(watched)
-        self._ready: Events = record_events(watched.devices)
-        self._background = background
-        self._ranks = ranks
-        self._children = children
-        self._is_staged = threading.Event()
-
-    def run(
-        self,
-        directory: OpenDirectory | ObjectFolder,
-        options: WriteOptions,
-        prefix: str,
-        sources: _C.SaveSources,
-        title: str,
-        rank: int,
-    ) -> Written:
-        """Writes the files; see :func:`write_files`."""
-        return write_files(
-            self._save,
-            directory,
-            prefix,
-            sources,
-            options,
-            title=title,
-            rank=rank,
-            is_snapshot=True,
-            background=self._background,
-            # Normal priority, because the caller waits for the copies.
-            low_priority_copies=False,
-            ready=self._ready,
-            ranks=self._ranks,
-            children=self._children,
-            advice=ADVICE,
-            on_staged=self._is_staged.set,
-        )
-
-    def close(self) -> None:
-        """Releases the sources and the waiting threads: the write has ended, or will not start."""
-        self._save.finish()
-        self._ready = ()
-        self._is_staged.set()
-
-    def wait_staged(self) -> None:
-        """Waits until the sources may change or the write has failed."""
-        self._is_staged.wait()
-
-    def cancel(self) -> None:
-        """Makes the write fail and remove its files, unless it has ended."""
-        self._save.cancel()
-
-    def moved(self) -> int:
-        """Returns a number that grows for as long as the write makes progress."""
-        _planned, staged, done, *_files = self._save.progress()
-        return staged + done
-
-    def describe_progress(self, where: str, prefix: str) -> str:
-        """Describes the progress, for a message."""
-        return describe_progress(self._save, where, prefix)
+# Advice in the error about a source that was modified while it was being staged.
+_ADVICE = "Do not change it in another thread before the save is scheduled"
 
 
 @dataclasses.dataclass(eq=False)
@@ -151,20 +59,15 @@ class WriteTask:
         directory: the checkpoint directory, or the URL of the checkpoint.
         prefix: prefix of this rank's file names.
         items: items of the plan.
-        values: values of the items, as ``EngineWrite`` or ``TorchWrite`` accepts them; empty once
-            the task is staged.
+        values: plain tensors and bytes to write for the items; empty once the task is staged.
         rank: global rank of the writer.
         ranks: number of ranks that save together.
-        by_engine: True if the engine writes the files, False if torch's own Python code does.
         options: how the files are written.
-        background: priorities of the engine's threads.
-        transforms: stream transforms for torch's own Python code.
-        open_file: function that opens files for torch's own Python code.
-        directory_identity: identity of the directory that was opened when the save began; None for
-            a remote file system.
+        directory_identity: identity of the directory that was opened when the save began.
         opened: the opened directory or the objects, in the process that planned the save; None once
             the task is staged.
         lease: weak reference to the lease that protects the files, which the writer owns.
+        background: priorities of the engine's threads; the writer's, unless a queue sets its own.
     """
 
     directory: str
@@ -173,16 +76,13 @@ class WriteTask:
     values: list[Any]
     rank: int
     ranks: int
-    by_engine: bool
     options: WriteOptions
-    background: Background
-    transforms: _StorageWriterTransforms
-    open_file: Callable[..., Any]
-    directory_identity: DirectoryIdentity | None
+    directory_identity: DirectoryIdentity
     opened: OpenDirectory | ObjectFolder | None
     lease: weakref.ref[DirectoryLease] | None
 
     def __post_init__(self) -> None:
+        self.background = self.options.background
         self.is_cancelled = False
         self._is_claimed = False
         self._is_writing = False
@@ -192,7 +92,8 @@ class WriteTask:
         self._objects: ObjectFolder | None = None
         self._planned_in = os.getpid()
         self._lock = threading.Lock()
-        self._write: EngineWrite | TorchWrite | None = None
+        self._save: _C.Save | None = None
+        self._is_staged = threading.Event()
         self._outcome: Results | Exception | None = None
         self._ended = threading.Event()
         self._pid = 0
@@ -224,25 +125,22 @@ class WriteTask:
 
         Does nothing if the task is already staged, possibly by the parent of this process.
         """
-        staged = _current_writes.get(StagedWrites())
-        if self._write is None and self._outcome is None:
+        if self._save is None and self._outcome is None:
             self._pid = os.getpid()
             try:
-                self._start(staged)
+                self._start()
             except Exception as error:
                 self._end(make_portable(error))
             finally:
                 self.values = []
                 self.opened = None
-        elif self._write is not None and self not in staged.writes:
-            staged.writes.append(self)
-        if self._write is not None and self._pid == os.getpid():
-            self._write.wait_staged()
+        if self._pid == os.getpid():
+            self._is_staged.wait()
         return self
 
     def outcome(self) -> Results | Exception:
         """Waits until the write has ended. Returns the results by file number, or the error."""
-        if self._write is not None:
+        if self._save is not None:
             _core.fault_point("wait for the outcome", self.directory)
         if self._pid == os.getpid():
             self._ended.wait()
@@ -253,8 +151,8 @@ class WriteTask:
 
     def cancel(self) -> None:
         """Cancels the write and deletes its files, unless the writer has claimed the outcome."""
-        if self._write is not None:
-            self._write.cancel()
+        if self._save is not None:
+            self._save.cancel()
         with self._lock:
             if self._is_claimed or self.is_cancelled:
                 return
@@ -265,12 +163,16 @@ class WriteTask:
 
     def moved(self) -> int:
         """Returns a number that grows as long as the write makes progress."""
-        return 0 if self._write is None else self._write.moved()
+        if self._save is None:
+            return 0
+        _planned, staged, done, *_files = self._save.progress()
+        return staged + done
 
     def describe_progress(self) -> str:
         """Describes the progress, for a message: files, phase, bytes."""
-        assert self._write is not None
-        return self._write.describe_progress(self.directory, self.prefix)
+        if self._save is None:
+            return f"files {self.prefix}* in {self.directory}: not staged"
+        return describe_progress(self._save, self.directory, self.prefix)
 
     # --- in the process that planned the save ----------------------------------------------------
 
@@ -285,52 +187,29 @@ class WriteTask:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _start(self, staged: StagedWrites) -> None:
+    def _start(self) -> None:
         if len(self.values) != len(self.items):
             raise CheckpointError(
                 f"files {self.prefix}* in {self.directory}: the values were released when another "
                 "process or an interrupted call staged them; plan the save again"
             )
-        opened, values = self._open(), self.values
+        opened = self._open()
         self._objects = opened if isinstance(opened, ObjectFolder) else None
         watched, sources = _C.SourceWatch(), _C.SaveSources()
-        for item, value in zip(self.items, values, strict=True):
+        for item, value in zip(self.items, self.values, strict=True):
             if isinstance(value, torch.Tensor):
                 watched.add(item.index.fqn, value)
-            if self.by_engine:
-                sources.add(item.index.fqn, value)
+            sources.add(item.index.fqn, value)
         # Without a channel, only children that are forked during the save fail.
         with contextlib.suppress(OSError):
             self._children = _core.ProcessChannel()
-        if self.by_engine:
-            assert opened is not None
-            background = staged.background or self.background
-            engine = self._write = EngineWrite(watched, background, self.ranks, self._children)
-            title = f"save {os.path.basename(self.directory)}"
-            arguments = opened, self.options, self.prefix, sources, title, self.rank
-
-            def run() -> Results:
-                return _group_by_file(self.items, engine.run(*arguments))
-
-        else:
-            in_python = self._write = TorchWrite(
-                self.items,
-                values,
-                watched,
-                self.options,
-                self.transforms,
-                self.directory,
-                self.prefix,
-                opened,
-                self.open_file,
-            )
-            run = in_python.run
-        # List the task before the thread starts, so that an interruption cancels the write.
-        staged.writes.append(self)
+        save, ready = _C.Save(watched), record_events(watched.devices)
         # Only the thread refers to the function, which refers to the directory and the values.
-        spawn(partial(self._run, [run]))
+        write = [partial(self._write, save, opened, sources, ready)]
+        self._save = save
+        spawn(partial(self._run, write))
 
-    def _open(self) -> OpenDirectory | ObjectFolder | None:
+    def _open(self) -> OpenDirectory | ObjectFolder:
         """Returns the save's directory or objects; reopens them by path or URL if this is not the
         process that planned the save.
 
@@ -338,8 +217,6 @@ class WriteTask:
             OSError: the directory does not exist.
             CheckpointError: the path now refers to a different directory.
         """
-        if self.directory_identity is None:
-            return self.opened
         if is_url(self.directory):
             if self.opened is not None and self._planned_in == os.getpid():
                 return self.opened
@@ -370,6 +247,34 @@ class WriteTask:
             outcome = make_portable(error)
         self._end(outcome)
 
+    def _write(
+        self,
+        save: _C.Save,
+        opened: OpenDirectory | ObjectFolder,
+        sources: _C.SaveSources,
+        ready: Events,
+    ) -> Results:
+        """Writes the files; see :func:`write_files`."""
+        written = write_files(
+            save,
+            opened,
+            self.prefix,
+            sources,
+            self.options,
+            title=f"save {os.path.basename(self.directory)}",
+            rank=self.rank,
+            is_snapshot=True,
+            background=self.background,
+            # Normal priority, because the caller waits for the copies.
+            low_priority_copies=False,
+            ready=ready,
+            ranks=self.ranks,
+            children=self._children,
+            advice=_ADVICE,
+            on_staged=self._is_staged.set,
+        )
+        return _group_by_file(self.items, written)
+
     def _end(self, outcome: Results | Exception) -> None:
         self._outcome = outcome
         with self._lock:
@@ -379,8 +284,9 @@ class WriteTask:
         try:
             self._send_to_children()
         finally:
-            if self._write is not None:
-                self._write.close()
+            if self._save is not None:
+                self._save.finish()
+            self._is_staged.set()
             self._ended.set()
 
     def _delete_files(self) -> None:
@@ -398,7 +304,7 @@ class WriteTask:
     def _send_to_children(self) -> None:
         # A child that is forked from now on inherits the outcome.
         channel, self._children = self._children, None
-        if channel is None or (self.by_engine and isinstance(self._outcome, dict)):
+        if channel is None or isinstance(self._outcome, dict):
             return  # the engine has sent its results
         try:
             channel.send_object(pickle.dumps(self._outcome))
@@ -428,12 +334,17 @@ class WriteTask:
             if isinstance(found, bytes):
                 outcome: Results | Exception = pickle.loads(found)
                 return outcome
-            assert self.directory_identity is not None
             return _group_by_file(self.items, Written(found, self.directory_identity))
         except CheckpointError as error:
             return CheckpointError(f"{files}: {error}")
         except Exception as error:
             return make_portable(error)
+
+
+def tasks_in(arguments: Iterable[Any]) -> list[WriteTask]:
+    """Returns the tasks among the arguments of a save function, which has them in a list."""
+    lists = [argument for argument in arguments if isinstance(argument, list)]
+    return [task for task in itertools.chain(*lists) if isinstance(task, WriteTask)]
 
 
 def make_portable(error: BaseException) -> Exception:

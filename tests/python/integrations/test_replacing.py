@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import multiprocessing
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +44,17 @@ AsyncRequest = namedtuple(
 """
 
 WRITER = """
-class FileSystemWriterAsync:
-    def __init__(self, path, *args, separation_hint=None, use_msc=False, **kwargs): ...
+import torch.distributed.checkpoint
+
+class FileSystemWriterAsync(torch.distributed.checkpoint.FileSystemWriter):
+    def __init__(self, path, *args, separation_hint=None, use_msc=False, **kwargs):
+        super().__init__(path)
+        self.arguments = use_msc, kwargs
+"""
+
+FUNCTION = """
+def {name}(*args, **kwargs):
+    return __name__, args, kwargs
 """
 
 #: Names that install() replaces in the modules of each package.
@@ -71,6 +81,10 @@ OURS = {STRATEGIES: megatron, ASYNC_CKPT: nvrx}
 
 #: Sources of the names whose definition matters.
 SOURCES = {"AsyncCallsQueue": QUEUE, "AsyncRequest": "", "FileSystemWriterAsync": WRITER}
+SOURCES |= {
+    name: FUNCTION.format(name=name)
+    for name in ("save_state_dict_async_plan", "save_state_dict_async_finalize")
+}
 
 #: Source of each module.
 MODULES = {
@@ -319,18 +333,26 @@ def test_our_queue_with_running_saves_is_restored_after_they_are_finalized(
     assert base.async_calls is theirs
 
 
-def test_a_request_of_ours_is_a_request_of_theirs_in_their_worker(packages: Packages) -> None:
+@pytest.mark.parametrize("module", [f"{STRATEGIES}.async_utils", f"{ASYNC_CKPT}.core"])
+def test_a_request_of_ours_is_a_request_of_theirs_in_their_worker(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
     """Nothing is installed in the worker, and it drops other requests silently."""
-    of_megatron = strategy("async_utils").AsyncRequest
-    of_nvrx = imported(f"{ASYNC_CKPT}.core").AsyncRequest
+    for other in (f"{STRATEGIES}.async_utils", f"{ASYNC_CKPT}.core"):
+        imported(other)
     sent = pickle.dumps(megatron.AsyncRequest(print, ("a",), [], call_idx=3))
+    # The worker runs a function of the module that defines the class.
+    worker = multiprocessing.Process(
+        target=imported(module).AsyncCallsQueue.get_num_unfinalized_calls
+    )
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: worker)
     received = pickle.loads(sent)
-    assert isinstance(received, of_megatron)
-    assert isinstance(received, of_nvrx)
+    assert type(received) is imported(module).AsyncRequest
     assert received == megatron.AsyncRequest(print, ("a",), [], call_idx=3)
 
 
-def test_a_request_of_ours_is_ours_if_theirs_are_not_imported(no_packages: Packages) -> None:
+def test_a_request_of_ours_is_ours_in_other_processes(packages: Packages) -> None:
+    strategy("async_utils")
     received = pickle.loads(pickle.dumps(megatron.AsyncRequest(None, (), [])))
     assert type(received) is megatron.AsyncRequest
 
@@ -400,6 +422,48 @@ def test_options_of_the_writer_override_megatrons_arguments_and_keep_the_signatu
         assert replaced(tmp_path, thread_count=1).thread_count == 3
         # Megatron reads the options from the signature.
         assert inspect.signature(replaced) == inspect.signature(ours.FileSystemWriterAsync)
+
+
+BEYOND_THE_ENGINE: list[dict[str, Any]] = [
+    {"use_msc": True},
+    {"open_file": print},
+    {"_extensions": ["a transform"]},
+]
+
+
+@pytest.mark.parametrize("arguments", BEYOND_THE_ENGINE, ids=lambda given: next(iter(given)))
+@pytest.mark.parametrize("options", [{}, {"thread_count": 3}], ids=["no options", "options"])
+def test_the_original_class_is_constructed_for_what_the_engine_cannot_write(
+    packages: Packages, tmp_path: Path, arguments: dict[str, Any], options: Any
+) -> None:
+    for package, ours in OURS.items():
+        module = imported(f"{package}.filesystem_async")
+        theirs = module.FileSystemWriterAsync
+        install(writer=options)
+        writer = module.FileSystemWriterAsync(tmp_path, **arguments)
+        assert type(writer) is theirs
+        others = {name: value for name, value in arguments.items() if name != "use_msc"}
+        assert writer.arguments == (arguments.get("use_msc", False), others)
+        assert isinstance(module.FileSystemWriterAsync(tmp_path), ours.FileSystemWriterAsync)
+        uninstall()
+        with pytest.raises(ValueError, match="the engine cannot write"):
+            ours.FileSystemWriterAsync(tmp_path, **arguments)
+
+
+def test_functions_pass_writers_of_the_original_class_to_the_original_functions(
+    packages: Packages, tmp_path: Path
+) -> None:
+    install()
+    for package in OURS:
+        writer = imported(f"{package}.filesystem_async").FileSystemWriterAsync(
+            tmp_path, use_msc=True
+        )
+        saver = f"{package}.state_dict_saver"
+        plan = imported(saver).save_state_dict_async_plan
+        assert plan({}, writer, enable=1) == (saver, ({}, writer), {"enable": 1})
+        assert plan({}, storage_writer=writer) == (saver, ({},), {"storage_writer": writer})
+        finalize = imported(saver).save_state_dict_async_finalize
+        assert finalize(writer, None, None) == (saver, (writer, None, None), {})
 
 
 def test_options_of_the_reader_reach_it(packages: Packages, tmp_path: Path) -> None:

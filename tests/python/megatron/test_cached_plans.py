@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -327,13 +326,7 @@ def test_a_dropped_plan_releases_the_directory(tmp_path: Path) -> None:
     eventually(lambda: gc.collect() >= 0 and remove_leftovers(tmp_path / "c") == [])
 
 
-def test_a_save_can_be_planned_with_another_writer_class(tmp_path: Path) -> None:
-    class Writer(dcp.FileSystemWriter):
-        def prepare_write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> None:
-            self.planned = plan, planner
-
-    writer = Writer(tmp_path / "c")
-    finalizing, central, *_ = save_state_dict_async_plan(small_state(0), writer)  # type: ignore[arg-type]
-    assert finalizing[0] is writer
-    assert writer.planned[0] is central
-    assert central.storage_data == _StoragePrefix("__0_")
+def test_a_writer_of_another_class_is_refused(tmp_path: Path) -> None:
+    writer: Any = dcp.FileSystemWriter(tmp_path / "c")
+    with pytest.raises(TypeError, match="cannot save through a FileSystemWriter; pass"):
+        save_state_dict_async_plan(small_state(0), writer)

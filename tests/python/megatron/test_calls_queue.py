@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import threading
 import time
@@ -312,18 +311,6 @@ def test_the_timeout_of_a_save_names_files_and_phase(
     eventually(lambda: is_empty(tmp_path / "c"))
 
 
-def test_the_timeout_of_a_write_in_python_names_files_and_items(tmp_path: Path, gate: Gate) -> None:
-    def opening(path: str, mode: str) -> Any:
-        if path.endswith("_1.distcp"):
-            gate()
-        return open(path, mode)
-
-    calls_queue = AsyncCallsQueue(timeout=SHORT)
-    schedule(calls_queue, tmp_path / "c", thread_count=2, open_file=opening)
-    text = timeout_of(calls_queue)
-    assert f"files __0_* in {tmp_path / 'c'}: writing in Python, 2 of 4 items written" in text
-
-
 def test_a_function_that_uses_processor_time_does_not_time_out() -> None:
     def work() -> None:
         begun = time.monotonic()
@@ -332,24 +319,6 @@ def test_a_function_that_uses_processor_time_does_not_time_out() -> None:
 
     calls_queue = AsyncCallsQueue(timeout=SHORT)
     calls_queue.schedule_async_request(request(work))
-    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0]
-
-
-def test_a_slow_write_in_python_threads_does_not_time_out(tmp_path: Path) -> None:
-    # The thread that waits for the writing threads uses no processor time.
-    never = threading.Event()
-
-    class Stream(io.FileIO):
-        """Stream that writes a few items within a timeout."""
-
-        def flush(self) -> None:
-            never.wait(SHORT / 5)
-            super().flush()
-
-    calls_queue = AsyncCallsQueue(timeout=SHORT)
-    state = small_state(count=15)
-    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=1, open_file=Stream)
-    calls_queue.schedule_async_request(request_of(planned(state, writer)))
     assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0]
 
 

@@ -26,7 +26,6 @@ from tests.async_saves import (
     in_child,
     is_committed,
     names_in,
-    open_in_python,
     plan_save,
     planned,
     read_metadata,
@@ -36,14 +35,13 @@ from tests.async_saves import (
 )
 from tests.fault_hooks import at_fault_points, calling
 from tests.gates import Gate, in_thread
-from tests.support import StateDict, assert_tables_match, cause_of, data_files, open_descriptors
+from tests.support import assert_tables_match, cause_of, data_files, open_descriptors
 from torch_ckpt import Background, CheckpointError, megatron
 from torch_ckpt.megatron import (
     FileSystemWriterAsync,
     get_write_results_queue,
     save_state_dict_async_finalize,
 )
-from torch_ckpt.megatron.write_task import StagedWrites, staging_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
@@ -122,17 +120,10 @@ def test_several_tasks_at_once_are_refused(tmp_path: Path) -> None:
     assert "Worker failure: cannot stage 2 write tasks at once" in one.failure()
 
 
-@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}], ids=["engine", "python"])
-def test_a_task_that_is_staged_and_run_twice_is_written_once(
-    tmp_path: Path, options: StateDict
-) -> None:
-    planned = plan_save(small_state(), tmp_path / "c", **options)
+def test_a_task_that_is_staged_and_run_twice_is_written_once(tmp_path: Path) -> None:
+    planned = plan_save(small_state(), tmp_path / "c")
     first = planned.stage()
-    # It is listed again, so that it can be cancelled.
-    staged = StagedWrites()
-    with staging_for(staged):
-        assert planned.stage() is first
-    assert staged.writes == [first]
+    assert planned.stage() is first
     planned.run()
     planned.run()
     planned.finalize()
@@ -159,15 +150,10 @@ def test_a_cancel_in_a_worker_process_keeps_the_files_it_has_written(tmp_path: P
     assert_checkpoint(tmp_path / "c", small_state())
 
 
-@pytest.mark.parametrize("by_engine", [True, False], ids=["engine", "python"])
 def test_children_forked_while_their_parent_writes_or_later_get_the_outcome(
-    tmp_path: Path, held_after_staging: Gate, by_engine: bool
+    tmp_path: Path, held_after_staging: Gate
 ) -> None:
-    def opening(path: str, mode: str) -> Any:
-        held_after_staging()
-        return open(path, mode)
-
-    planned = plan_save(state_of(), tmp_path / "c", open_file=open if by_engine else opening)
+    planned = plan_save(state_of(), tmp_path / "c")
     staged = planned.stage()
     held_after_staging.wait()
     children = [planned.child() for _ in range(2)]

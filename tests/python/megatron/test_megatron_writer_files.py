@@ -1,15 +1,11 @@
-"""Megatron's writer: its files and their contents, and files that are written in Python."""
+"""Megatron's writer: its files and their contents, and arguments that it refuses."""
 
 from __future__ import annotations
 
-import errno
 import gc
 import io
 import os
-import pickle
-import sys
 import threading
-import types
 import weakref
 from fractions import Fraction
 from pathlib import Path
@@ -22,13 +18,11 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.async_saves import (
-    Caller,
     DecentralizedPlanner,
     assert_checkpoint,
     here,
     is_committed,
     names_in,
-    open_in_python,
     plan_save,
     planned,
     save,
@@ -37,18 +31,14 @@ from tests.async_saves import (
 )
 from tests.fault_hooks import calling
 from tests.gates import Gate, in_thread
-from tests.support import StateDict, assert_equal, data_files, files_limited_to, stock_save
-from torch_ckpt import CheckpointError
+from tests.support import StateDict, data_files, stock_save
+from torch_ckpt import megatron, nvrx
 from torch_ckpt.megatron import FileSystemWriterAsync, save_state_dict_async_finalize
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
-
-by_each_writer = pytest.mark.parametrize(
-    "opened", [{}, {"open_file": open_in_python}], ids=["engine", "python"]
-)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -67,7 +57,6 @@ def items_of(metadata: Any) -> dict[str, set[str]]:
     return found
 
 
-@by_each_writer
 @pytest.mark.parametrize(
     "files",
     [
@@ -82,12 +71,12 @@ def items_of(metadata: Any) -> dict[str, set[str]]:
     ids=["2 threads", "4 threads"],
 )
 def test_items_with_the_hint_are_in_separate_files(
-    tmp_path: Path, files: dict[str, set[str]], opened: StateDict
+    tmp_path: Path, files: dict[str, set[str]]
 ) -> None:
     state = {
         f"{side}.{n}": torch.full((64, 64), float(n)) for side in ("model", "optim") for n in "01"
     }
-    options = {"thread_count": len(files), "separation_hint": "optim", **opened}
+    options: StateDict = {"thread_count": len(files), "separation_hint": "optim"}
     metadata = save(dict(state), tmp_path / "c", **options)
     assert items_of(metadata) == {f"{name}.distcp": items for name, items in files.items()}
     assert_checkpoint(tmp_path / "c", state)
@@ -122,11 +111,8 @@ def test_a_single_file_and_its_metadata_are_identical_to_those_of_stock_torch(
         assert read.storage_data == of_stock.storage_data == metadata.storage_data
 
 
-@by_each_writer
-def test_each_item_has_a_file_without_single_file_per_rank(
-    tmp_path: Path, opened: StateDict
-) -> None:
-    metadata = save(small_state(), tmp_path / "c", single_file_per_rank=False, **opened)
+def test_each_item_has_a_file_without_single_file_per_rank(tmp_path: Path) -> None:
+    metadata = save(small_state(), tmp_path / "c", single_file_per_rank=False)
     assert names_in(tmp_path / "c") == [f"__0_{n}.distcp" for n in range(4)]
     assert sorted(map(len, items_of(metadata).values())) == [1, 1, 1, 1]
     assert_checkpoint(tmp_path / "c", small_state())
@@ -169,26 +155,12 @@ def test_sources_are_released_when_they_are_staged(
     assert source() is None
 
 
-class Gated(torch.Tensor):
-    """A tensor whose copy waits for a gate."""
-
-    gate: Any = None
-
-    def detach(self) -> Any:
-        type(self).gate()
-        return super().detach()
-
-
-@pytest.mark.parametrize("moment", ["engine has begun", "sources are copied", "copy in Python"])
+@pytest.mark.parametrize("moment", ["engine has begun", "sources are copied"])
 def test_a_source_changed_by_another_thread_during_staging_fails_the_save(
-    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, moment: str
+    tmp_path: Path, gate: Gate, moment: str
 ) -> None:
-    state, options = small_state(), {}
-    if moment == "copy in Python":
-        monkeypatch.setattr(Gated, "gate", gate)
-        state["z"] = torch.ones(3).as_subclass(Gated)
-        options = {"open_file": open_in_python}
-    planned = plan_save(state, tmp_path / "c", **options)
+    state = small_state()
+    planned = plan_save(state, tmp_path / "c")
     with calling({moment: gate}), in_thread(lambda: here(planned.writer)):
         gate.wait()
         state["t2"].add_(1)
@@ -220,12 +192,9 @@ class Quantized(torch.Tensor):
         return False
 
 
-@by_each_writer
-def test_quantized_tensor_subclasses_are_saved_dequantized(
-    tmp_path: Path, opened: StateDict
-) -> None:
+def test_quantized_tensor_subclasses_are_saved_dequantized(tmp_path: Path) -> None:
     data = torch.arange(12, dtype=torch.int8).view(3, 4)
-    save({"q": Quantized(data), "t": torch.ones(2)}, tmp_path / "c", **opened)
+    save({"q": Quantized(data), "t": torch.ones(2)}, tmp_path / "c")
     assert_checkpoint(tmp_path / "c", {"q": data.float() * 0.5, "t": torch.ones(2)})
 
 
@@ -262,11 +231,11 @@ def test_a_plan_restores_the_threshold_of_the_garbage_collector(tmp_path: Path) 
         save_state_dict_async_finalize(*failed)
 
 
-# --- written in Python ---------------------------------------------------------------------------
+# --- what the engine cannot write ----------------------------------------------------------------
 
 
 class Flip(StreamTransformExtension):
-    """Transform that flips every written bit."""
+    """Transform that is never applied."""
 
     @staticmethod
     def from_descriptor(version: str) -> Flip:
@@ -280,171 +249,31 @@ class Flip(StreamTransformExtension):
         return "stream.flip"
 
     def transform_to(self, output: Any) -> Any:
-        return Flipped(output)
+        raise NotImplementedError
 
     def transform_from(self, input: Any) -> Any:
         raise NotImplementedError
 
 
-class Flipped(io.BytesIO):
-    """Stream that passes its contents on when it is closed."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self._output = output
-
-    def close(self) -> None:
-        if not self.closed:
-            self._output.write(flipped(self.getvalue()))
-        super().close()
-
-
-def flipped(data: bytes) -> bytes:
-    return bytes(byte ^ 255 for byte in data)
-
-
-def test_a_transform_is_applied_to_every_record(tmp_path: Path, caller: Caller) -> None:
-    metadata = save(small_state(), tmp_path / "c", caller, thread_count=2, _extensions=[Flip()])
-    assert len(names_in(tmp_path / "c")) == 2
-    for index, info in metadata.storage_data.items():
-        data = (tmp_path / "c" / info.relative_path).read_bytes()
-        record = flipped(data[info.offset :][: info.length])
-        assert_equal(torch.load(io.BytesIO(record)), small_state()[index.fqn])
-        assert info.transform_descriptors == ["stream.flip"]
-
-
-def test_open_file_gets_path_and_mode_in_concurrent_threads(tmp_path: Path) -> None:
-    calls = []
-    # Each thread waits until all files are open.
-    barrier = threading.Barrier(4)
-
-    def opening(path: str, mode: str) -> Any:
-        calls.append((path, mode))
-        barrier.wait(60)
-        return open(path, mode)
-
-    save(state_of(), tmp_path / "c", thread_count=4, open_file=opening)
-    assert sorted(calls) == [(str(tmp_path / "c" / f"__0_{n}.distcp"), "wb") for n in range(4)]
-    assert_checkpoint(tmp_path / "c", state_of())
-
-
-@pytest.mark.parametrize("number", [0, 3])
-def test_the_error_of_any_python_thread_fails_the_save_and_leaves_no_file(
-    tmp_path: Path, number: int
+@pytest.mark.parametrize(
+    ("module", "original"),
+    [
+        (megatron, "megatron.core.dist_checkpointing.strategies.filesystem_async"),
+        (nvrx, "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"),
+    ],
+    ids=["Megatron-core", "nvrx"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_msc": True},
+        {"open_file": io.open_code},
+        {"_extensions": [Flip()]},
+    ],
+    ids=["use_msc", "open_file", "transforms"],
+)
+def test_what_the_engine_cannot_write_is_refused_with_the_name_of_the_original_class(
+    tmp_path: Path, options: StateDict, module: Any, original: str
 ) -> None:
-    def opening(path: str, mode: str) -> Any:
-        if path.endswith(f"_{number}.distcp"):
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return open(path, mode)
-
-    with pytest.raises(CheckpointException, match=rf"Permission denied.*__0_{number}\.distcp"):
-        save(small_state(), tmp_path / "c", thread_count=4, open_file=opening)
-    assert os.listdir(tmp_path / "c") == []
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_a_failed_write_in_python_leaves_no_file(tmp_path: Path, threads: int) -> None:
-    planned = plan_save(
-        small_state(), tmp_path / "c", thread_count=threads, open_file=open_in_python
-    )
-    with files_limited_to(1000):
-        here(planned.writer)
-    with pytest.raises(CheckpointException, match="File too large"):
-        planned.finalize()
-    assert os.listdir(tmp_path / "c") == []
-
-
-def test_a_write_in_python_can_be_cancelled(tmp_path: Path, gate: Gate) -> None:
-    def opening(path: str, mode: str) -> Any:
-        gate()
-        return open(path, mode)
-
-    planned = plan_save(small_state(), tmp_path / "c", thread_count=2, open_file=opening)
-    staged = planned.stage()
-    gate.wait()
-    staged.cancel()
-    gate.open()
-    planned.run()
-    assert "aborted" in planned.failure()
-    assert names_in(tmp_path / "c") == []
-
-
-# --- through multistorageclient ------------------------------------------------------------------
-
-
-class FakeStore:
-    """The functions of multistorageclient that the writer uses, with a dictionary as the store."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.synced: set[str] = set()
-        self.made: list[str] = []
-        self.fails: str | None = None
-        self.os = self
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self.made.append(path)
-
-    def open(self, path: str, mode: str) -> Any:
-        if self.fails is not None and self.fails in path:
-            raise ConnectionError(f"{path}: the store does not answer")
-        store = self
-
-        class Stream(io.BytesIO):
-            def fsync(self) -> None:
-                store.synced.add(path)
-
-            def close(self) -> None:
-                store.objects[path] = self.getvalue()
-                super().close()
-
-        return Stream()
-
-
-@pytest.fixture
-def msc(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
-    store = FakeStore()
-    module: Any = types.ModuleType("multistorageclient")
-    module.open, module.os = store.open, store
-    monkeypatch.setitem(sys.modules, "multistorageclient", module)
-    return store
-
-
-def test_an_object_store_gets_files_and_metadata_with_torchs_version(
-    msc: FakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "c").mkdir()
-    monkeypatch.chdir(tmp_path / "c")
-    save(state_of(), "msc://bucket/c", thread_count=2, use_msc=True)
-    assert os.listdir() == []
-    assert sorted(msc.objects) == [
-        f"msc://bucket/c/{name}" for name in (".metadata", "__0_0.distcp", "__0_1.distcp")
-    ]
-    assert msc.synced == {f"msc://bucket/c/__0_{n}.distcp" for n in range(2)}
-    assert set(msc.made) == {"msc://bucket/c"}
-    for path, data in msc.objects.items():
-        (tmp_path / os.path.basename(path)).write_bytes(data)
-    assert_checkpoint(tmp_path, state_of())
-    stock_save(small_state(), tmp_path / "stock")
-    stock = pickle.loads((tmp_path / "stock" / ".metadata").read_bytes())
-    ours = pickle.loads(msc.objects["msc://bucket/c/.metadata"])
-    assert getattr(ours, "version", None) == getattr(stock, "version", None)
-
-
-def test_an_error_of_the_object_store_fails_the_save(msc: FakeStore) -> None:
-    msc.fails = "__0_1"
-    with pytest.raises(CheckpointException, match="the store does not answer"):
-        save(state_of(), "msc://bucket/c", thread_count=2, use_msc=True)
-    assert "msc://bucket/c/.metadata" not in msc.objects
-
-
-def test_paths_of_object_stores_are_valid() -> None:
-    assert FileSystemWriterAsync.validate_checkpoint_id("msc://bucket/c")
-
-
-def test_use_msc_without_its_package_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "multistorageclient", None)
-    with pytest.raises(CheckpointError, match="multi-storage-client"):
-        FileSystemWriterAsync(tmp_path, use_msc=True)
+    with pytest.raises(ValueError, match=f"use {original}.FileSystemWriterAsync"):
+        module.FileSystemWriterAsync(tmp_path, **options)

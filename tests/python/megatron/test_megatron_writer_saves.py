@@ -20,7 +20,6 @@ from tests.async_saves import (
     finish,
     here,
     names_in,
-    open_in_python,
     plan_save,
     planned,
     request_of,
@@ -30,7 +29,7 @@ from tests.async_saves import (
 )
 from tests.gates import Gate, eventually
 from tests.interposed import Order, Server
-from tests.support import StateDict, cause_of, files_limited_to, save_with
+from tests.support import cause_of, files_limited_to, save_with
 from torch_ckpt.megatron import (
     AsyncCallsQueue,
     FileSystemWriterAsync,
@@ -158,14 +157,11 @@ def test_a_referenced_writer_that_has_finished_does_not_give_the_next_one_a_tag(
     assert_checkpoint(tmp_path, small_state(2))
 
 
-@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}], ids=["engine", "python"])
-def test_a_finished_writer_is_deleted_without_the_garbage_collector(
-    tmp_path: Path, options: StateDict
-) -> None:
+def test_a_finished_writer_is_deleted_without_the_garbage_collector(tmp_path: Path) -> None:
     gc.collect()
     gc.disable()
     try:
-        writer = FileSystemWriterAsync(tmp_path / "c", **options)
+        writer = FileSystemWriterAsync(tmp_path / "c")
         finalizing = planned(small_state(), writer)
         queue_of_calls = AsyncCallsQueue()
         queue_of_calls.schedule_async_request(request_of(finalizing))
@@ -189,7 +185,6 @@ def test_a_save_that_is_never_committed_leaves_no_file(tmp_path: Path) -> None:
     eventually(lambda: names_in(tmp_path / "c") == [])
 
 
-@pytest.mark.parametrize("options", [{"thread_count": 1}, {"open_file": open_in_python}])
-def test_dcp_save_accepts_the_writer(tmp_path: Path, options: StateDict) -> None:
-    save_with(FileSystemWriterAsync(tmp_path / "c", **options), state_of())
+def test_dcp_save_accepts_the_writer(tmp_path: Path) -> None:
+    save_with(FileSystemWriterAsync(tmp_path / "c", thread_count=1), state_of())
     assert_checkpoint(tmp_path / "c", state_of())

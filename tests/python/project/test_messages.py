@@ -90,6 +90,7 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/manager/saver.py", "metrics"): ["CheckpointManager.save"],
     ("torch_ckpt/manager/timeline.py", "overwrite"): ["CheckpointManager.save"],
     ("torch_ckpt/manager/timeline.py", "step"): ["CheckpointManager.restore"],
+    ("torch_ckpt/megatron/async_writer.py", "open_file"): ["FileSystemWriterAsync"],
     ("torch_ckpt/megatron/async_writer.py", "serialization_format"): ["FileSystemWriterAsync"],
     ("torch_ckpt/megatron/async_writer.py", "use_msc"): ["FileSystemWriterAsync"],
     ("torch_ckpt/megatron/call.py", "abort"): ["AsyncCallsQueue"],
