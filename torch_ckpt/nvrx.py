@@ -101,7 +101,7 @@ class FileSystemWriterAsync(megatron.FileSystemWriterAsync):
         self.use_cached_data_structure = use_cached_data_structure
         self.use_cpu_shm_for_gpu_tensors = use_cpu_shm_for_gpu_tensors
 
-    original: ClassVar[type[Any] | None] = None
+    original: ClassVar[Callable[[], type[Any]] | None] = None
     original_name: ClassVar[str] = (
         "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async.FileSystemWriterAsync"
     )

@@ -385,7 +385,8 @@ def case_four_nvrx_saves_of_one_structure_through_our_writer_and_queue_reuse_its
             assert_loads_by_torch(launch, path, seed)
         queue.close()
     assert statuses == [False, True, True, True]
-    assert children() == before
+    # A manager process of an earlier case may have ended.
+    assert children() <= before
 
 
 def save_by_nvrxs_queue(launch: Launch, persistent: bool) -> None:

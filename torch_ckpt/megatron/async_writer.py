@@ -70,7 +70,8 @@ class _Original:
     the options, prefers it to ``__init__``.
     """
 
-    original: ClassVar[type[Any] | None] = None
+    #: Returns the original class; None if it is not replaced.
+    original: ClassVar[Callable[[], type[Any]] | None] = None
     #: Qualified name of the original class.
     original_name: ClassVar[str] = (
         "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync"
@@ -81,7 +82,7 @@ class _Original:
         if cls.original is not None and (
             opens or kwargs.get("use_msc") or kwargs.get("_extensions")
         ):
-            return cls.original(*args, **kwargs)
+            return cls.original()(*args, **kwargs)
         return super().__new__(cls)
 
 

@@ -38,8 +38,8 @@ from torch_ckpt.saving.save_state import SaveState
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: The functions that ``install`` has replaced: by the writer class of their package, and by name.
-originals: dict[type, dict[str, Callable[..., Any]]] = {}
+#: The functions that ``install`` has replaced: by the module of the writer class, and by name.
+originals: dict[str, dict[str, Callable[..., Any]]] = {}
 
 
 def for_our_writers(function: Callable[P, R]) -> Callable[P, R]:
@@ -53,7 +53,8 @@ def for_our_writers(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for writer in (*args, *kwargs.values()):
             if isinstance(writer, StorageWriter) and not isinstance(writer, FileSystemWriterAsync):
-                known = [originals[kind] for kind in type(writer).__mro__ if kind in originals]
+                modules = [kind.__module__ for kind in type(writer).__mro__]
+                known = [originals[module] for module in modules if module in originals]
                 if not known or function.__name__ not in known[0]:
                     raise TypeError(
                         f"{function.__name__}() cannot save through a {type(writer).__name__}; "

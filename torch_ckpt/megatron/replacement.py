@@ -13,12 +13,12 @@ listed in the log. Our writer also works in their queues.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -246,10 +246,25 @@ def _set_originals(found: Collection[_Replacement]) -> None:
             if each.title.startswith(f"{package.ours}.")
         }
         ours = getattr(importlib.import_module(package.ours), _WRITER)
-        ours.original = theirs.get(_WRITER)
-        if ours.original is not None:
+        ours.original = None
+        if _WRITER in theirs:
+            module = theirs[_WRITER].__module__
+            ours.original = functools.cache(functools.partial(_load_original, module))
             # Also after uninstall(), because a save may still have to be finalized.
-            originals[ours.original] = theirs
+            originals[module] = theirs
+
+
+def _load_original(module: str) -> Any:
+    """Returns the writer class of a second copy of a module.
+
+    The class looks up its functions by the names in its module. In the copy, no name is replaced.
+    """
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.loader is not None
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    return getattr(copied, _WRITER)
 
 
 def _import_modules(package: _Package) -> list[ModuleType]:
@@ -303,7 +318,7 @@ def _bind_options(cls: type, options: Mapping[str, Any]) -> type:
             raise TypeError(f"{cls.__name__} has no option {name!r}; remove it from install()")
     initialize: Callable[..., None] = cls.__init__  # type: ignore[misc]
 
-    @wraps(initialize)  # keeps the signature, which Megatron inspects for options
+    @functools.wraps(initialize)  # keeps the signature, which Megatron inspects for options
     def init(self: Any, *args: object, **kwargs: object) -> None:
         initialize(self, *args, **{**kwargs, **options})
 

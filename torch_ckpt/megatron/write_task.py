@@ -205,7 +205,7 @@ class WriteTask:
             self._children = _core.ProcessChannel()
         save, ready = _C.Save(watched), record_events(watched.devices)
         # Only the thread refers to the function, which refers to the directory and the values.
-        write = [partial(self._write, save, opened, sources, ready)]
+        write: list[Callable[[], Results]] = [partial(self._write, save, opened, sources, ready)]
         self._save = save
         spawn(partial(self._run, write))
 
