@@ -19,15 +19,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt._base.checks import require_choice
-from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.source import Source
-from torch_ckpt.huggingface.model_target import (
-    LocalModelTarget,
-    Safetensors,
-    refuse_model_options,
-)
-from torch_ckpt.huggingface.object_model import ObjectModelTarget
+from torch_ckpt.huggingface.model_target import Safetensors, refuse_model_options
+from torch_ckpt.huggingface.object_model import model_target
 from torch_ckpt.loading.load import LoadRun, Strict
 from torch_ckpt.loading.load import load as load_from
 from torch_ckpt.loading.renaming import Rename
@@ -50,7 +45,6 @@ from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.saving.target import CheckpointTarget, Target
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.states import States
-from torch_ckpt.stores import open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Never  # in typing since Python 3.11
@@ -448,10 +442,7 @@ def target_of(
         if format == "checkpoint":
             return checkpoint_target(checkpoint_id, options)
         format = Safetensors()
-    if is_url(checkpoint_id):
-        store = open_store(str(checkpoint_id), options.storage_options)
-        return ObjectModelTarget(store, format, options)
-    return LocalModelTarget(checkpoint_id, format, options)
+    return model_target(checkpoint_id, format, options)
 
 
 def require_path(caller: str, checkpoint_id: object) -> None:

@@ -20,7 +20,6 @@ import torch
 
 from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.formatting import Report, plural, printable, size, some_of
-from torch_ckpt._base.paths import is_url
 from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.dtypes import parse_dtype
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
@@ -32,8 +31,8 @@ from torch_ckpt.conversion.targets import (
     Write,
     require_safetensors,
     write_dcp,
+    write_model,
     write_safetensors,
-    write_safetensors_shards,
 )
 from torch_ckpt.conversion.torch_target import write_torch
 from torch_ckpt.errors import CheckpointError
@@ -120,8 +119,7 @@ def convert(
             in ROOT, pass ``ROOT/40`` for step 40, or ``ROOT`` for the newest step. Or the URL of
             any of these; the URL of a ``torch.save`` file must have one of the suffixes below.
         target: ``*.safetensors``; ``*.pt``, ``*.pth`` or ``*.bin`` for ``torch.save``; any other
-            path for a checkpoint directory. Can be a URL, except for ``torch.save`` files and for
-            directories of safetensors files.
+            path for a checkpoint directory. Can be a URL.
         select: :mod:`fnmatch` patterns that select the names to convert, such as ``["model.*"]``.
             None converts all names.
         strip_prefix: prefix to remove from the names that begin with this prefix, such as
@@ -154,8 +152,10 @@ def convert(
             ``config`` is not a JSON object.
         CheckpointError: the target format cannot hold a value; the message names the value.
         Corrupt, Unsafe: the source is damaged, or loading it would run code.
-        OSError: a system call failed. The incomplete target has been removed.
-        DurabilityUncertain: the target is complete, but a power failure could still destroy it.
+        OSError: a system call or a request failed. The incomplete target has been removed.
+        NotCommitted: the target was not published, and has been removed.
+        DurabilityUncertain: the target is complete, but a power failure could still destroy it; or
+            it is unknown whether the last request to a URL has published the target.
         ValueError: an option is out of range, a pattern matches no name, or two values would get
             the same name.
 
@@ -178,14 +178,10 @@ def convert(
             f"{option} writes a directory, but {target_path} has a file suffix. Pass a directory "
             "path as the target"
         )
-    model_config = None if config is None else Config(os.fspath(config))
-    target_format, write = _choose_target(target_path, max_shard_size, model_config, to_dtype)
+    config_path = None if config is None else os.fspath(config)
+    model_config = None if config_path is None else Config(config_path)
+    target_format, write = _choose_target(target_path, max_shard_size, config_path, to_dtype)
     is_changed = not (select is None and not strip_prefix and rename is None and dtype is None)
-    if is_url(target_path) and target_format != "dcp" and write is not write_safetensors:
-        raise CheckpointError(
-            f"{target_path}: a URL can be the target only of a checkpoint or of one safetensors "
-            "file. Convert to a local path, and copy the files to the URL"
-        )
     exist = os.path.exists(target_path) and os.path.exists(path)
     if path == target_path or (exist and os.path.samefile(path, target_path)):
         raise CheckpointError(f"source and target are the same: {path}")
@@ -228,16 +224,13 @@ def _suffix(path: str) -> str:
 
 
 def _choose_target(
-    path: str, max_shard_size: int | None, config: Config | None, dtype: torch.dtype | None
+    path: str, max_shard_size: int | None, config: str | None, dtype: torch.dtype | None
 ) -> tuple[str, Write]:
     """Returns the target's format and the function that writes it."""
     suffix = _suffix(path)
     if max_shard_size is not None or config is not None:
-        return "safetensors", partial(
-            write_safetensors_shards,
-            max_shard_size=max_shard_size or SHARD_BYTES,
-            config=None if config is None else config.text(dtype),
-        )
+        most = max_shard_size or SHARD_BYTES
+        return "safetensors", partial(write_model, max_shard_size=most, config=config, dtype=dtype)
     if suffix == ".safetensors":
         return "safetensors", write_safetensors
     if suffix in TORCH_SUFFIXES:

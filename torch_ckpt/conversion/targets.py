@@ -1,16 +1,24 @@
-"""Writes targets for ``convert``: safetensors files and checkpoint directories.
+"""Writes targets for ``convert``: safetensors files and checkpoints, local or beneath URLs.
 
-A target appears only when it is complete. conversion/target_directory.py publishes files, and a
-checkpoint is committed like any save. torch_target.py writes ``torch.save`` files. At a URL, a
-safetensors file is one upload, and a checkpoint is saved by the target of ``save``.
+A target appears only when it is complete. The values are read a few at a time.
+
+1. :func:`write_file` writes a single file from its contents. torch_target.py writes ``torch.save``
+   files in this way.
+2. A model of several files is a save by one rank, so the targets of ``save`` choose the names,
+   commit, and remove the files of a failed conversion. The plan is made from names, dtypes and
+   shapes.
+3. A checkpoint is committed like any save.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import os
+from array import array
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +29,35 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.paths import is_url
-from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.chunks import hash_layout, local_chunks
 from torch_ckpt.checkpoint.folders import RemoteFolder
-from torch_ckpt.checkpoint.publishing import exists_error, require_absent
+from torch_ckpt.checkpoint.publishing import (
+    add_durability_advice,
+    exists_error,
+    published_file,
+    require_absent,
+)
 from torch_ckpt.checkpoint.reading import in_waves
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
 from torch_ckpt.conversion.input import Entry, Input, Path
-from torch_ckpt.conversion.target_directory import published_directory, published_file
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.huggingface.transformers_config import CONFIG_NAME
+from torch_ckpt.huggingface.model_target import Safetensors
+from torch_ckpt.huggingface.object_model import model_target
+from torch_ckpt.huggingface.part_sums import PartSums
 from torch_ckpt.options import WriteOptions
+from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.items import encoded_with, resolve, results_of
-from torch_ckpt.saving.object_target import ObjectTarget
+from torch_ckpt.saving.object_target import ObjectTarget, checkpoint_target
 from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.saving.write import Written, write_files
 from torch_ckpt.stores import open_store
 from torch_ckpt.stores.folder import ObjectFolder
+
+_ADVICE = ". Convert again with overwrite=True (--overwrite)"
+
+# Alignment of the data in a file of a model (csrc/planning/safetensors_layout.cpp), and of the data
+# in a single file.
+_MODEL_ALIGNMENT, _FILE_ALIGNMENT = 4096, 8
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,17 @@ class Output:
     storage_options: Mapping[str, Any] | None  # for a URL
     # Called with the number of tensor bytes written since the last call.
     wrote: Callable[[int], None]
+
+    def write_options(self) -> WriteOptions:
+        """Returns the options of a save to the path or URL.
+
+        Raises:
+            FileExistsError: the path exists, is not an empty directory, and must not be replaced.
+        """
+        path = self.path
+        if not is_url(path) and not (os.path.isdir(path) and not os.listdir(path)):
+            require_absent(path, self.overwrite)
+        return WriteOptions(overwrite=self.overwrite, storage_options=self.storage_options)
 
 
 #: Writes a target and returns the paths of its files.
@@ -65,18 +97,61 @@ def read_in_waves(
             yield name, read.pop()
 
 
-def _write(
-    directory: OpenDirectory | ObjectFolder, prefix: str, sources: _C.SaveSources, target: Output
-) -> Written:
-    """Writes values with the engine."""
-    title = f"save {os.path.basename(target.path)}"
-    return write_files(
-        _C.Save(), directory, prefix, sources, WriteOptions(), title=title, rank=None
-    )
+def write_file(target: Output, pieces: Iterator[memoryview], bytes: int) -> list[str]:
+    """Writes a file, which appears once it is complete, at the target's path or URL.
+
+    Args:
+        pieces: the contents.
+        bytes: size of the contents.
+
+    Returns:
+        The path.
+
+    Raises:
+        FileExistsError: the file exists, and must not be replaced.
+        OSError: the file cannot be written.
+        DurabilityUncertain: the file is complete, but may be lost in a power cut.
+    """
+    path = target.path
+    if is_url(path):
+        folder, name = os.path.split(path)
+        store = open_store(folder, target.storage_options)
+        if not target.overwrite and store.find(name) is not None:
+            raise exists_error(path)
+        store.put(name, pieces, bytes)
+    else:
+        with published_file(path, overwrite=target.overwrite, advice=_ADVICE) as stream:
+            for piece in pieces:
+                stream.write(piece)
+    return [path]
 
 
 def _sizes(tensors: Mapping[str, Entry]) -> Iterator[tuple[str, int]]:
     return ((name, entry.nbytes) for name, entry in tensors.items())
+
+
+def _plan(source: Input) -> tuple[AgreedPlan, list[str]]:
+    """Plans a save of all values by one rank.
+
+    Returns:
+        The plan, and the names in the order of the plan's items.
+    """
+    state = _C.FlatState({}, local_chunks)
+    objects = set(source.objects)
+    for name, path in source.paths.items():
+        value: torch.Tensor | None = None
+        if (entry := source.tensors.get(name)) is not None:
+            value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        elif name not in objects:
+            continue
+        # The plan has the path as the lengths of the parts of the name.
+        is_spelled = ".".join(map(str, path)) == name
+        state.add(name, path if is_spelled else (name,), value)
+    plan = AgreedPlan()
+    structure = state.contents(hash_layout)
+    [reply] = plan.assign([plan.own.message(structure, None)])
+    plan.own.accept(structure, reply)
+    return plan, [state.name(item) for item in array("I", plan.own.items)]
 
 
 # --- safetensors ---------------------------------------------------------------------------------
@@ -95,91 +170,101 @@ def _dtype_name(entry: Entry) -> str:
     return str(entry.dtype).removeprefix("torch.")
 
 
+def _metadata(source: Input) -> dict[str, str]:
+    return source.metadata or {"format": "pt"}
+
+
 def write_safetensors(source: Input, target: Output) -> list[str]:
     """Writes one file and returns its path."""
-    tensors, header = _lay_out(source, source.tensors)
-    pieces = _safetensors_pieces(source, tensors, header, target)
-    if is_url(target.path):
-        _upload(pieces, len(header) + sum(entry.nbytes for entry in tensors.values()), target)
-    else:
-        with published_file(target.path, overwrite=target.overwrite) as stream:
-            for piece in pieces:
-                stream.write(piece)
-    return [target.path]
+    return write_file(target, *_safetensors_file(source, source.tensors, target, _FILE_ALIGNMENT))
 
 
-def write_safetensors_shards(
-    source: Input, target: Output, *, max_shard_size: int, config: bytes | None
+def write_model(
+    source: Input,
+    target: Output,
+    *,
+    max_shard_size: int,
+    config: str | None,
+    dtype: torch.dtype | None,
 ) -> list[str]:
-    """Writes a directory of files, with an index, a configuration and the checksums of all of them,
-    as a save does. Returns the paths.
-
-    Each file has at most ``max_shard_size`` bytes of tensors, or a single larger tensor.
+    """Writes files of at most ``max_shard_size`` bytes of tensors, or with a single larger tensor,
+    an index, the configuration and the checksums of all of them, as a save does. Returns the paths.
     """
-    specs = [(name, _dtype_name(e), list(e.shape)) for name, e in source.tensors.items()]
-    metadata = [*(source.metadata or {"format": "pt"}).items()]
-    try:
-        layout = _core.SafetensorsLayout.of_tensors(specs, None, max_shard_size, metadata)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
-    copied = {} if config is None else {CONFIG_NAME: config}
-    numbers = {name: number for number, name in enumerate(source.tensors)}
-    tables: list[dict[str, bytes]] = []
-    with (
-        published_directory(target.path, target.overwrite, copied) as (directory, save),
-        closing(OpenDirectory(directory)) as opened,
-    ):
-        for wave in in_waves(_sizes(source.tensors), target.wave_bytes):
-            entries = [source.tensors[name] for name in wave]
-            parts = [
-                (numbers[name], [0] * len(entry.shape), list(entry.shape))
-                for name, entry in zip(wave, entries, strict=True)
-            ]
-            (places,) = layout.places_of_parts([parts], [b""])
-            sources = _C.SaveSources()
-            sources.set_places(places)
-            for name, value in zip(wave, source.read(wave), strict=True):
-                sources.add_part(name, value, value.shape, [0] * value.dim(), None)
-            tables.append(_write(opened, "", sources, target).files.tables)
-            target.wrote(sum(entry.nbytes for entry in entries))
-        save.complete(layout, [*copied.items()], tables, True)
-        names = sorted(os.listdir(directory))
+    form = Safetensors(
+        max_shard_size=max_shard_size, dtype=dtype, config=config, metadata=_metadata(source)
+    )
+    options = target.write_options()
+    if not is_url(target.path) and os.path.isdir(target.path):
+        options = dataclasses.replace(options, overwrite=True)  # Replace an empty directory, too.
+    model = model_target(target.path, form, options)
+    plan, _names = _plan(source)
+    with ExitStack() as stack:
+        stack.callback(model.discard)
+        opened = model.open(0, 1)
+        model.lay_out(plan, [opened])
+        layout = model.layout
+        assert layout is not None
+        files: dict[str, dict[str, Entry]] = {name: {} for name, _bytes in layout.files()}
+        # A single file may have no index.
+        file_of = json.loads(layout.index)["weight_map"] if layout.index else {}
+        first = next(iter(files))
+        for name, entry in source.tensors.items():
+            files[file_of.get(name, first)][name] = entry
+        written: list[tuple[str, bytes, list[tuple[int, int, int, int]]]] = []
+        for name, tensors in files.items():
+            sums = PartSums()
+            file = _safetensors_file(source, tensors, target, _MODEL_ALIGNMENT, sums.add)
+            model.write_file(name, *file)
+            written.append((name, sums.encode(), []))
+        names = model.file_names()
+        if not is_url(target.path):
+            stack.enter_context(add_durability_advice(target.path, _ADVICE))
+        model.commit(plan, [Written(_core.WrittenFiles(written), opened.directory)])
     return [os.path.join(target.path, name) for name in names]
 
 
-def _lay_out(source: Input, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], bytes]:
-    """Returns a file's tensors in their stored order, and its header."""
+def _safetensors_file(
+    source: Input,
+    tensors: Mapping[str, Entry],
+    target: Output,
+    alignment: int,
+    on_tensor: Callable[[int, torch.Tensor], None] = lambda _begin, _data: None,
+) -> tuple[Iterator[memoryview], int]:
+    """Lays out a file.
+
+    Args:
+        alignment: the data begins at a multiple of this number.
+        on_tensor: called with the offset of each tensor in the file, and its bytes.
+
+    Returns:
+        The contents and their size.
+
+    Raises:
+        CheckpointError: the header would be larger than readers accept.
+    """
     # Store wide elements first, so that readers can map each tensor at its element alignment.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     specs = [(name, _dtype_name(tensors[name]), tensors[name].shape) for name in order]
-    metadata = source.metadata or {"format": "pt"}
     try:
-        header = _core.encode_safetensors_header(specs, metadata, alignment=8)
+        header = _core.encode_safetensors_header(specs, _metadata(source), alignment)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    return {name: tensors[name] for name in order}, header
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(header)
+        begin = len(header)
+        ordered = {name: tensors[name] for name in order}
+        for _name, tensor in read_in_waves(source, ordered, target):
+            data = as_bytes(tensor)
+            on_tensor(begin, data)
+            begin += data.numel()
+            yield from host_pieces(data)
+            target.wrote(data.numel())
+
+    return pieces(), len(header) + sum(entry.nbytes for entry in tensors.values())
 
 
-def _safetensors_pieces(
-    source: Input, tensors: Mapping[str, Entry], header: bytes, target: Output
-) -> Iterator[memoryview]:
-    """Yields the contents of a file."""
-    yield memoryview(header)
-    for _name, tensor in read_in_waves(source, tensors, target):
-        yield from host_pieces(as_bytes(tensor))
-        target.wrote(tensor.nbytes)
-
-
-def _upload(pieces: Iterator[memoryview], bytes: int, target: Output) -> None:
-    """Stores a file at a URL."""
-    folder, name = os.path.split(target.path)
-    store = open_store(folder, target.storage_options)
-    if not target.overwrite and store.find(name) is not None:
-        raise exists_error(target.path)
-    store.put(name, pieces, bytes)
-
-
-# --- checkpoint directories ----------------------------------------------------------------------
+# --- checkpoints ---------------------------------------------------------------------------------
 
 
 class _Planner(DefaultSavePlanner):
@@ -222,7 +307,10 @@ def write_dcp(source: Input, target: Output) -> list[str]:
             prefix += f"{next(waves)}_"
         else:
             prefix = _core.choose_prefix(directory, prefix)
-        written = _write(directory, prefix, sources, target)
+        title, save = f"save {os.path.basename(path)}", _C.Save()
+        written = write_files(
+            save, directory, prefix, sources, WriteOptions(), title=title, rank=None
+        )
         results.extend(results_of([items[name] for name in names], written))
 
     try:
@@ -249,14 +337,9 @@ def _open_target(target: Output) -> DirectoryTarget | ObjectTarget:
     Raises:
         FileExistsError: there are files, and they must not be replaced.
     """
-    path = target.path
-    options = WriteOptions(overwrite=target.overwrite, storage_options=target.storage_options)
-    if not is_url(path):
-        if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
-            require_absent(path, target.overwrite)
-        return DirectoryTarget(path, options)
-    if not target.overwrite:
+    options = target.write_options()
+    if is_url(target.path) and not target.overwrite:
         with suppress(FileNotFoundError):
-            RemoteFolder(path, target.storage_options).names()
+            RemoteFolder(target.path, target.storage_options).names()
             raise exists_error(target.path)
-    return ObjectTarget(open_store(path, target.storage_options), options)
+    return checkpoint_target(target.path, options)

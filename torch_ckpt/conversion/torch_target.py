@@ -8,17 +8,20 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt._base.formatting import some_of
+from torch_ckpt.checkpoint.tensor_bytes import host_pieces
 from torch_ckpt.conversion.input import Entry, Input
-from torch_ckpt.conversion.target_directory import published_file
-from torch_ckpt.conversion.targets import Output, read_in_waves
+from torch_ckpt.conversion.targets import Output, read_in_waves, write_file
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.state.splitting import as_states
+
+# A write of more bytes is that of a storage: names and padding have at most 64 KiB each.
+_COPIED_BYTES = 1 << 20
 
 
 class _Storage:
@@ -104,34 +107,93 @@ def write_torch(source: Input, target: Output) -> list[str]:
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(as_states(_nest(source, objects)))
-    with (
-        published_file(target.path, overwrite=target.overwrite) as stream,
-        _archive(stream) as archive,
-    ):
-        data = pickled.getvalue()
-        archive.write_record("data.pkl", data, len(data))
-        for name, text in (
-            (".format_version", "1"),
-            (".storage_alignment", "64"),
-            ("byteorder", sys.byteorder),
-        ):
-            archive.write_record(name, text.encode(), len(text))
-        keys = {stored: key for key, stored in enumerate(pickler.storages) if type(stored) is str}
-        tensors = {name: source.tensors[name] for name in keys}
-        for name, tensor in read_in_waves(source, tensors, target):
-            storage = tensor.untyped_storage()
-            assert storage.nbytes() == tensor.nbytes
-            archive.write_record(f"data/{keys[name]}", storage, tensor.nbytes)
-            target.wrote(tensor.nbytes)
-        for key, stored in enumerate(pickler.storages):
-            if isinstance(stored, torch.UntypedStorage):
-                archive.write_record(f"data/{key}", stored, stored.nbytes())
-    return [target.path]
+    texts = {
+        "data.pkl": pickled.getvalue(),
+        ".format_version": b"1",
+        ".storage_alignment": b"64",
+        "byteorder": sys.byteorder.encode(),
+    }
+    # The tensors come first, then the tensors inside objects.
+    storages = enumerate(pickler.storages)
+    stored = {key: one for key, one in storages if isinstance(one, torch.UntypedStorage)}
+    keys = {one: key for key, one in enumerate(pickler.storages) if isinstance(one, str)}
+    tensors = {name: source.tensors[name] for name in keys}
+
+    def pieces() -> Iterator[memoryview]:
+        output = _Pieces()
+        with _archive(output) as archive:
+            for record, text in texts.items():
+                archive.write_record(record, text, len(text))
+            for name, tensor in read_in_waves(source, tensors, target):
+                storage = tensor.untyped_storage()
+                assert storage.nbytes() == tensor.nbytes
+                yield from output.of_record(archive, keys[name], storage)
+                target.wrote(tensor.nbytes)
+            for key, storage in stored.items():
+                yield from output.of_record(archive, key, storage)
+        yield from output.take()
+
+    sizes = {record: len(text) for record, text in texts.items()}
+    sizes |= {f"data/{keys[name]}": entry.nbytes for name, entry in tensors.items()}
+    sizes |= {f"data/{key}": storage.nbytes() for key, storage in stored.items()}
+    return write_file(target, pieces(), _archive_bytes(sizes))
+
+
+class _Pieces:
+    """A file to which an archive is written: the bytes that have not been taken yet."""
+
+    def __init__(self) -> None:
+        self._pieces: list[memoryview] = []
+        # The storage that is being written.
+        self._storage: torch.UntypedStorage | None = None
+
+    def write(self, data: memoryview) -> None:
+        """Keeps bytes. Their memory is valid only during the call, except that of a storage."""
+        if self._storage is None or data.nbytes <= _COPIED_BYTES:
+            self._pieces.append(memoryview(bytes(data)))
+            return
+        assert data.nbytes == self._storage.nbytes()
+        stored = torch.empty(0, dtype=torch.uint8).set_(self._storage)
+        self._pieces.extend(host_pieces(stored))
+
+    def of_record(self, archive: Any, key: int, storage: torch.UntypedStorage) -> list[memoryview]:
+        """Writes a storage, and takes all bytes."""
+        self._storage = storage
+        archive.write_record(f"data/{key}", storage, storage.nbytes())
+        self._storage = None
+        return self.take()
+
+    def take(self) -> list[memoryview]:
+        """Returns the bytes that were written since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+
+class _Count:
+    """A file to which only the descriptions of records are written. Counts the bytes."""
+
+    bytes = 0
+
+    def write(self, data: memoryview) -> None:
+        self.bytes += data.nbytes
+
+    def seek(self, count: int, _whence: int) -> None:
+        """Skips the data of a record."""
+        self.bytes += count
+
+
+def _archive_bytes(records: Mapping[str, int]) -> int:
+    """Returns the size of an archive, given the size of each record."""
+    count = _Count()
+    with _archive(count) as archive:
+        for record, bytes in records.items():
+            archive.write_record_metadata(record, bytes)
+    return count.bytes
 
 
 @contextmanager
-def _archive(stream: BinaryIO) -> Iterator[Any]:
-    archive = torch._C.PyTorchFileWriter(stream)
+def _archive(file: _Pieces | _Count) -> Iterator[Any]:
+    archive: Any = torch._C.PyTorchFileWriter(file)  # type: ignore[call-overload]
     try:
         yield archive
     except BaseException:

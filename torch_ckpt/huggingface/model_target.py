@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from torch_ckpt._base.checks import refuse_keyword, require_at_least, require_in
 from torch_ckpt._base.paths import absolute
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.dtypes import parse_dtype
+from torch_ckpt.checkpoint.publishing import new_file
 from torch_ckpt.checkpoint.shared_directory import Probe, View, wait_for
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.transformers_config import CONFIG_NAME, Config
@@ -41,6 +42,9 @@ from torch_ckpt.saving.write import Written
 
 #: Default for max_shard_size, as in transformers.
 SHARD_BYTES = 5 * 10**9
+
+#: Names of the index, and of the file of checksums.
+INDEX_NAME, CHECKSUMS_NAME = "model.safetensors.index.json", "torch_ckpt.checksums"
 
 #: Names of the files that every save writes itself.
 _WRITTEN = re.compile(
@@ -173,6 +177,9 @@ class ModelTarget(Target):
         format: the options of the files.
         options: the options of the save.
 
+    Attributes:
+        layout: the layout of the files; set on the coordinator by :meth:`lay_out`.
+
     Raises:
         CheckpointError: the format's ``config`` is not a JSON object, or two files to copy have the
             same name.
@@ -185,6 +192,7 @@ class ModelTarget(Target):
     def __init__(self, path: StrPath, format: Safetensors, options: WriteOptions) -> None:
         require_instance("format", format, Safetensors)
         super().__init__(path, options)
+        self.layout: _core.SafetensorsLayout | None = None
         self._format = format
         dtype = format.dtype
         assert dtype is None or isinstance(dtype, torch.dtype)
@@ -208,6 +216,26 @@ class ModelTarget(Target):
         tied = [old for old, new in names.items() if new in of_model]
         if tied:
             state.remove(state.aliases(tied, names.keys() - tied))
+
+    def write_file(self, name: str, pieces: Iterator[memoryview], bytes: int) -> None:
+        """Writes a file of the layout from its contents, which are not in memory at once. For a
+        save by one rank, instead of :meth:`files`.
+
+        Args:
+            pieces: the contents.
+            bytes: size of the contents.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        raise NotImplementedError
+
+    def file_names(self) -> list[str]:
+        """Returns the names of all files, on the coordinator, once they are laid out."""
+        assert self.layout is not None
+        index = [INDEX_NAME] if self.layout.index else []
+        names = [name for name, _ in self.layout.files()]
+        return sorted([*names, *index, *self._copied, CHECKSUMS_NAME])
 
     def _describe(self) -> str:
         """Returns a description of the save that must be equal on all ranks."""
@@ -256,7 +284,6 @@ class LocalModelTarget(ModelTarget):
         self._rank = 0
         self._directory: OpenDirectory | None = None
         self._save: NewDirectory | None = None
-        self._layout: _core.SafetensorsLayout | None = None
         self._memory: _core.MemoryFile | None = None
 
     def open(self, rank: int, ranks: int) -> Opened:
@@ -288,12 +315,12 @@ class LocalModelTarget(ModelTarget):
         """
         require_one_target(opened)
         assert self._directory is not None
-        self._layout = self._layout_of(plan)
+        self.layout = self._layout_of(plan)
         self._save = self.new_directory()
         created = Probe(self._save.temporary, View.of(self._directory))
         names = b"%b\0%b\0" % (self._save.name.encode(), created.encode())
         offers = [one.memory for one in opened]
-        return [names + places for places in self._layout.places_of_plan(plan.coordinator, offers)]
+        return [names + places for places in self.layout.places_of_plan(plan.coordinator, offers)]
 
     def new_directory(self) -> NewDirectory:
         """Creates the directory under a temporary name, on the coordinator."""
@@ -313,8 +340,15 @@ class LocalModelTarget(ModelTarget):
             directory = wait_for(lambda: parent.open_directory(temporary), parent, view, self._rank)
         return directory, "", state.parts(items, places, self._dtype)
 
+    def write_file(self, name: str, pieces: Iterator[memoryview], bytes: int) -> None:
+        assert self._save is not None
+        # complete() fsyncs the file.
+        with new_file(str(self._parent / self._save.temporary / name), sync=False) as stream:
+            for piece in pieces:
+                stream.write(piece)
+
     def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
-        save, layout = self._save, self._layout
+        save, layout = self._save, self.layout
         assert save is not None
         assert layout is not None
         self.complete(save, layout, [of_rank.files.tables for of_rank in written])
@@ -337,7 +371,7 @@ class LocalModelTarget(ModelTarget):
 
     def discard(self) -> None:
         save = self._save
-        self._save = self._layout = self._directory = self._memory = None
+        self._save = self.layout = self._directory = self._memory = None
         if save is not None:
             save.discard()
 

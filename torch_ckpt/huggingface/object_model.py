@@ -44,28 +44,34 @@ import re
 import threading
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.log import warn
+from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.huggingface.assembly import assemble
-from torch_ckpt.huggingface.model_target import ModelTarget, Safetensors
+from torch_ckpt.huggingface.model_target import (
+    CHECKSUMS_NAME,
+    INDEX_NAME,
+    LocalModelTarget,
+    ModelTarget,
+    Safetensors,
+    StrPath,
+)
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.target import Opened, require_one_target
 from torch_ckpt.saving.write import Written
-from torch_ckpt.stores import Changed, ObjectStore, Version
+from torch_ckpt.stores import Changed, ObjectStore, Version, open_store
 from torch_ckpt.stores.folder import CLEANUP_SECONDS, ObjectFolder
 from torch_ckpt.stores.store_errors import unknown_outcome
 from torch_ckpt.stores.urls import check_name
 
-_CLAIM = ".torch_ckpt-save"
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_CHECKSUMS = "torch_ckpt.checksums"
+_CLAIM, _SINGLE = ".torch_ckpt-save", "model.safetensors"
 # Names of objects that every save may write, and of those that only a killed save leaves behind.
 _MODEL = re.compile(
     r"model(-[0-9a-f]{8})?(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
@@ -100,7 +106,6 @@ class ObjectModelTarget(ModelTarget):
         self._assemblies: list[_core.FileAssembly] = []
         self._lock = threading.Lock()
         # Set on the coordinator.
-        self._layout: _core.SafetensorsLayout | None = None
         self._save: ModelObjects | None = None
 
     def open(self, rank: int, ranks: int) -> Opened:
@@ -121,7 +126,7 @@ class ObjectModelTarget(ModelTarget):
         require_one_target(opened)
         self._save = save = ModelObjects(self._store, self._copied)
         self.begin(save)
-        self._layout = layout = self._layout_of(plan, "" if save.is_first else save.tag)
+        self.layout = layout = self._layout_of(plan, "" if save.is_first else save.tag)
         places, assemblies, temporaries = layout.object_files(plan.coordinator, f".{save.tag}_")
         save.add_files([name for name, _ in layout.files()], temporaries)
         return [pickle.dumps(of_rank) for of_rank in zip(places, assemblies, strict=True)]
@@ -151,8 +156,11 @@ class ObjectModelTarget(ModelTarget):
         self._folder.remove_written()
         _delete_or_warn(self._store, [file.name for file in self._assemblies])
 
+    def write_file(self, name: str, pieces: Iterator[memoryview], bytes: int) -> None:
+        self._store.put(name, pieces, bytes)
+
     def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
-        save, layout = self._save, self._layout
+        save, layout = self._save, self.layout
         assert save is not None
         assert layout is not None
         tables = [
@@ -175,12 +183,21 @@ class ObjectModelTarget(ModelTarget):
 
     def discard(self) -> None:
         folder, save = self._folder, self._save
-        self._folder = self._save = self._layout = None
+        self._folder = self._save = self.layout = None
         self._assemblies = []
         if folder is not None:
             folder.close()
         if save is not None:
             save.discard()
+
+
+def model_target(
+    path: StrPath, format: Safetensors, options: WriteOptions
+) -> LocalModelTarget | ObjectModelTarget:
+    """Returns the target of a model in a local directory or beneath a URL."""
+    if is_url(path):
+        return ObjectModelTarget(open_store(str(path), options.storage_options), format, options)
+    return LocalModelTarget(path, format, options)
 
 
 class ModelObjects:
@@ -219,7 +236,7 @@ class ModelObjects:
             is_hidden: readers ignore the objects, because the marker is missing.
         """
         if not self._find(replace, is_hidden) and self._claim():
-            self.is_first = not any(map(self._store.find, (_INDEX, _SINGLE)))
+            self.is_first = not any(map(self._store.find, (INDEX_NAME, _SINGLE)))
             if not self.is_first:
                 self._find(replace, is_hidden)
 
@@ -248,10 +265,10 @@ class ModelObjects:
         if marker is not None:
             extras[MARKER_NAME] = marker
         if layout.index:
-            extras[_INDEX] = layout.index
+            extras[INDEX_NAME] = layout.index
         checksums = layout.checksums([*extras.items()], tables)
-        names = {name for name, _ in layout.files()} | extras.keys() | {_CHECKSUMS}
-        last = _INDEX if marker is None else MARKER_NAME
+        names = {name for name, _ in layout.files()} | extras.keys() | {CHECKSUMS_NAME}
+        last = INDEX_NAME if marker is None else MARKER_NAME
         committed = extras.pop(last, None)
         try:
             if marker is not None and self._store.find(MARKER_NAME) is not None:
@@ -298,8 +315,8 @@ class ModelObjects:
             raise self._exists("it exists already; pass overwrite=True to replace it")
         for name in self._copied.keys() & present:
             self._compare(name, is_hidden)
-        if _INDEX in present:
-            self._versions[_INDEX] = self._store.head(_INDEX).version
+        if INDEX_NAME in present:
+            self._versions[INDEX_NAME] = self._store.head(INDEX_NAME).version
         elif _SINGLE in present:
             self._index_former()
         return present
@@ -321,7 +338,7 @@ class ModelObjects:
         index = {"metadata": {}, "weight_map": dict.fromkeys(sorted(names), _SINGLE)}
         data = json.dumps(index, indent=2).encode()
         # It stays if the save fails, because another save may have replaced it by then.
-        self._versions[_INDEX] = self._store.exchange(_INDEX, data, None)
+        self._versions[INDEX_NAME] = self._store.exchange(INDEX_NAME, data, None)
 
     def _claim(self) -> bool:
         """Returns True if this save has created the object that only one save can create."""
@@ -334,14 +351,14 @@ class ModelObjects:
     def _read_checksums(self) -> set[str]:
         """Returns the names of the files in the stored checksums."""
         try:
-            data, version = self._store.read(_CHECKSUMS, _CHECKSUMS_BYTES)
+            data, version = self._store.read(CHECKSUMS_NAME, _CHECKSUMS_BYTES)
         except FileNotFoundError:
             return set()
-        self._versions[_CHECKSUMS] = version
+        self._versions[CHECKSUMS_NAME] = version
         try:
             names = set(_core.names_in_checksums(data))
         except CheckpointError as error:
-            warn(f"{self._store.url_of(_CHECKSUMS)} is damaged, and will be replaced: {error}")
+            warn(f"{self._store.url_of(CHECKSUMS_NAME)} is damaged, and will be replaced: {error}")
             return set()
         self._former = data
         return names
@@ -378,8 +395,8 @@ class ModelObjects:
         if self._former is not None:
             checksums = _core.join_checksums(self._former, checksums)
             self._undone.former = self._former
-        self._versions[_CHECKSUMS] = self._put(_CHECKSUMS, checksums)
-        self._undone.checksums = self._versions[_CHECKSUMS]
+        self._versions[CHECKSUMS_NAME] = self._put(CHECKSUMS_NAME, checksums)
+        self._undone.checksums = self._versions[CHECKSUMS_NAME]
 
     def _require(self, names: set[str]) -> None:
         """Raises FileNotFoundError if another process has deleted an object of this save."""
@@ -428,7 +445,7 @@ class ModelObjects:
         """
         try:
             if self._former is not None:
-                self._put(_CHECKSUMS, checksums)
+                self._put(CHECKSUMS_NAME, checksums)
             self._store.delete(sorted((self._found - names).union(self._temporaries, [_CLAIM])))
         except OSError as error:
             warn(f"{self._store.root.url}: objects that are not needed any more remain: {error}")
@@ -459,7 +476,7 @@ class _Undone:
             return
         brief = self._store.within(CLEANUP_SECONDS)
         try:
-            brief.exchange(_CHECKSUMS, self.former, self.checksums)
+            brief.exchange(CHECKSUMS_NAME, self.former, self.checksums)
         except OSError as error:
             warn(f"{self._store.root.url}: the checksums have entries of a failed save: {error}")
 

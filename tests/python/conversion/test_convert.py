@@ -182,6 +182,9 @@ def test_values_that_a_checkpoint_cannot_hold_are_noted(tmp_path: Path) -> None:
 
 def test_a_directory_of_safetensors_files_has_the_checksums_of_a_save(tmp_path: Path) -> None:
     state = TENSORS | {"empty": torch.zeros(0, 3), "scalar": torch.tensor(1.5)}
+    # Blocks of checksums have 16 KiB up to 16 MiB, and 32 KiB then.
+    for name, count in (("blocks", (16 << 20) - 1), ("larger blocks", (16 << 20) + 1)):
+        state[name] = random_tensor((count,), torch.uint8)
     (tmp_path / "config.json").write_text("{}")
     config = tmp_path / "config.json"
     save(state, tmp_path / "ckpt")

@@ -1,6 +1,7 @@
 """``convert``: the files that remain after a failure, and its use of memory."""
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.conversions import loaded, names_in, refused
 from tests.fault_hooks import at_fault_points, failing
 from tests.forked import run_script
 from tests.support import assert_equal, files_limited_to, save
-from torch_ckpt import convert
+from torch_ckpt import Corrupt, convert
 from torch_ckpt.errors import DurabilityUncertain
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -160,6 +161,34 @@ def test_files_added_to_a_replaced_directory_are_kept(tmp_path: Path) -> None:
     (kept,) = tmp_path.glob(".hf.former-*/thesis.tex")
     assert kept.read_text() == "the only copy"
     assert len(names_in(kept.parent)) == 1 + len(names_in(target))
+
+
+@pytest.mark.parametrize("source", ["a.pt", "a.safetensors", "ckpt"])
+@pytest.mark.parametrize("target", ["m.pt", "m.safetensors", "hf", "copy"])
+def test_a_source_that_is_truncated_during_a_conversion_is_corrupt(
+    tmp_path: Path, source: str, target: str
+) -> None:
+    state = {f"t{n}": torch.full((1 << 18,), float(n)) for n in range(4)}
+    if source == "ckpt":
+        save(state, tmp_path / source)
+    else:
+        torch.save(state, tmp_path / "a.pt")
+        if source != "a.pt":
+            convert(tmp_path / "a.pt", tmp_path / source)
+    before = names_in(tmp_path)
+
+    def truncate(_progress: torch_ckpt._base.progress.Progress) -> None:
+        files = [tmp_path / source, *(tmp_path / source).glob("*.distcp")]
+        for file in files:
+            if file.is_file():
+                os.truncate(file, 1000)
+
+    # The name changes, so that a conversion to the same format is allowed.
+    options: dict[str, Any] = {"max_host_bytes": 1, "rename": {"t0": "z"}}
+    options |= TARGETS.get(target, {})
+    with pytest.raises(Corrupt):
+        convert(tmp_path / source, tmp_path / target, progress=truncate, **options)
+    assert names_in(tmp_path) == before
 
 
 CHAIN = """

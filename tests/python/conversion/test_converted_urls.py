@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import torch_ckpt
+from tests.conversions import STATE
 from tests.object_checkpoints import MODEL, TENSORS, URL, key_of, store, upload
-from tests.object_server import Fault, ObjectServer, Request
+from tests.object_server import BUCKET, MIB, Fault, ObjectServer, Request, s3_fault
 from tests.support import save
 from torch_ckpt import CheckpointError, Corrupt, ReadOptions
+from torch_ckpt.errors import NotCommitted
 from torch_ckpt.inspection.diff import diff
 
 
@@ -100,22 +102,36 @@ def test_a_torch_save_file_that_is_replaced_during_a_conversion_is_named(
     assert caught.value.filename == f"{MODEL}/m.pt"
 
 
-@pytest.mark.parametrize("target", ["m.safetensors", "copy"])
+#: Names of targets, and the options that choose the format.
+TARGETS: dict[str, dict[str, Any]] = {
+    "m.safetensors": {},
+    "m.pt": {},
+    "copy": {},
+    "model": {"max_shard_size": 20_000},
+    "single": {"max_shard_size": 10**6},
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_conversion_replaces_an_existing_target_only_with_overwrite(
-    tensors: dict[str, torch.Tensor], server: ObjectServer, target: str
+    tensors: dict[str, torch.Tensor], server: ObjectServer, tmp_path: Path, target: str
 ) -> None:
-    url, options = f"{MODEL}/{target}", server.options
-    rename: dict[str, dict[str, str]] = {"rename": {"a": "z"}}
-    torch_ckpt.convert(URL, url, **rename, storage_options=options)
+    url, options, format = f"{MODEL}/{target}", server.options, TARGETS[target]
+    torch_ckpt.convert(URL, url, rename={"a": "z"}, storage_options=options, **format)
     before = dict(server.objects)
     with pytest.raises(FileExistsError, match="pass overwrite=True"):
-        torch_ckpt.convert(URL, url, **rename, storage_options=options)
+        torch_ckpt.convert(URL, url, rename={"a": "z"}, storage_options=options, **format)
     assert server.objects == before
-    torch_ckpt.convert(URL, url, rename={"a": "y"}, overwrite=True, storage_options=options)
-    assert "y" in opened(server, url).names
+    overwrite: dict[str, Any] = {"overwrite": True, "storage_options": options, **format}
+    report = torch_ckpt.convert(URL, url, rename={"a": "y"}, **overwrite)
+    torch_ckpt.convert(url, tmp_path / "copy", rename={"y": "a"}, storage_options=options)
+    assert diff(tmp_path / "copy", tmp_path / "t").equal
+    keys = {key for key in server.objects if key.startswith(f"model/{target}")}
+    if "copy" not in target:
+        assert keys == {file.removeprefix(f"s3://{BUCKET}/") for file in report.files}
 
 
-@pytest.mark.parametrize("target", ["m.safetensors", "copy"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_failed_conversion_leaves_no_object(
     tensors: dict[str, torch.Tensor], server: ObjectServer, target: str
 ) -> None:
@@ -129,18 +145,63 @@ def test_a_failed_conversion_leaves_no_object(
             rename={"a": "z"},
             max_host_bytes=8000,
             storage_options=server.options,
+            **TARGETS[target],
         )
     assert set(server.objects) == before
     assert not server.uploads
 
 
-@pytest.mark.parametrize(("target", "options"), [("m.pt", {}), ("model", {"max_shard_size": 1000})])
-def test_a_target_that_cannot_be_a_url_is_refused_at_once(
-    server: ObjectServer, target: str, options: dict[str, Any]
+@pytest.mark.parametrize(
+    ("target", "denied"), [("m.pt", "m.pt"), ("model", "00002-of"), ("model", "index.json")]
+)
+def test_a_denied_upload_leaves_no_object(
+    tensors: dict[str, torch.Tensor], server: ObjectServer, target: str, denied: str
 ) -> None:
-    with pytest.raises(CheckpointError, match="Convert to a local path"):
-        torch_ckpt.convert(URL, f"{MODEL}/{target}", **options, storage_options=server.options)
-    assert not server.log
+    before = set(server.objects)
+
+    def deny(request: Request) -> Fault | None:
+        is_meant = request.kind in ("put", "create") and denied in request.key
+        return s3_fault(403, "AccessDenied") if is_meant else None
+
+    server.fault = deny
+    with pytest.raises((OSError, NotCommitted), match=denied):
+        torch_ckpt.convert(
+            URL, f"{MODEL}/{target}", storage_options=server.options, **TARGETS[target]
+        )
+    assert set(server.objects) == before
+
+
+def test_a_failed_conversion_keeps_the_model_that_it_replaces(
+    tensors: dict[str, torch.Tensor], server: ObjectServer
+) -> None:
+    options: dict[str, Any] = {"storage_options": server.options, **TARGETS["model"]}
+    torch_ckpt.convert(URL, f"{MODEL}/model", **options)
+    before = {key: stored.data for key, stored in server.objects.items()}
+    stored = server.objects[key_of(server)]
+    sound, stored.data = stored.data, stored.data[:-3000] + bytes(3000)
+    with pytest.raises(Corrupt):
+        torch_ckpt.convert(URL, f"{MODEL}/model", overwrite=True, max_host_bytes=8000, **options)
+    stored.data = sound
+    assert {key: stored.data for key, stored in server.objects.items()} == before
+
+
+def test_large_tensors_are_uploaded_in_parts(server: ObjectServer, tmp_path: Path) -> None:
+    # Parts have 16 MiB.
+    large = torch.arange(9 << 20, dtype=torch.int16)
+    torch.save({"large": large, "object": (large[:MIB],), "small": TENSORS["a"]}, tmp_path / "a.pt")
+    torch_ckpt.convert(tmp_path / "a.pt", tmp_path / "ckpt")
+    formats: dict[str, dict[str, Any]] = {
+        "m.pt": {},
+        "model": {"max_shard_size": MIB, "tensors_only": True},
+    }
+    source, options = tmp_path / "ckpt", server.options
+    for target, format in formats.items():
+        report = torch_ckpt.convert(source, f"{MODEL}/{target}", storage_options=options, **format)
+        local = torch_ckpt.convert(source, tmp_path / target, **format)
+        for remote_file, local_file in zip(report.files, local.files, strict=True):
+            stored = server.objects[remote_file.removeprefix(f"s3://{BUCKET}/")]
+            assert stored.data == Path(local_file).read_bytes(), remote_file
+    assert any(request.kind == "part" for request in server.log)
 
 
 def test_a_url_is_not_converted_to_itself(server: ObjectServer) -> None:
@@ -158,9 +219,44 @@ def test_nothing_is_written_to_a_local_disk(
     monkeypatch.chdir(empty)
     monkeypatch.setenv("TMPDIR", str(empty))
     options = server.options
-    torch_ckpt.convert(URL, f"{MODEL}/m.safetensors", dtype="bf16", storage_options=options)
-    torch_ckpt.convert(f"{MODEL}/m.safetensors", f"{MODEL}/copy", storage_options=options)
+    for target, format in TARGETS.items():
+        url = f"{MODEL}/{target}"
+        torch_ckpt.convert(URL, url, dtype="bf16", storage_options=options, **format)
     assert list(empty.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("m.pt", {}),
+        ("m.safetensors", {"tensors_only": True}),
+        ("several", {"tensors_only": True, "max_shard_size": 100}),
+        ("one", {"tensors_only": True, "max_shard_size": 10**9}),
+        ("with config", {"tensors_only": True, "config": "config.json", "dtype": "bf16"}),
+    ],
+)
+def test_the_objects_have_the_bytes_of_a_local_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, options: dict[str, Any]
+) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"model_type": "x"}')
+    # A record of more than 1 MiB is not copied.
+    large = {"large": torch.arange(5 << 18, dtype=torch.int32), "empty": torch.empty(0, 3)}
+    save(STATE | large | {"object": (torch.ones(5 << 18),)}, tmp_path / "source")
+    local = torch_ckpt.convert("source", tmp_path / target, max_host_bytes=500, **options)
+    url = f"memory://{tmp_path}/{target}"
+    remote = torch_ckpt.convert("source", url, max_host_bytes=500, **options)
+    assert remote.files == [f"memory://{file}" for file in local.files]
+    objects = fsspec.filesystem("memory")
+    for file in local.files:
+        assert objects.cat_file(file) == Path(file).read_bytes(), file
+    assert set(objects.find(str(tmp_path))) == set(local.files)
+    assert (remote.tensors, remote.objects, remote.notes) == (
+        local.tensors,
+        local.objects,
+        local.notes,
+    )
 
 
 def test_file_systems_of_fsspec_are_converted(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ ELSEWHERE = ("to a FileSystemReader: allow_pickle", "FileSystemReader(allow_pick
 
 #: The functions whose callers read the messages with an option, by file and option.
 SURFACES: dict[tuple[str, str], list[str]] = {
-    ("csrc/directory/model_save.cpp", "overwrite"): ["save of safetensors"],
+    ("csrc/directory/model_save.cpp", "overwrite"): ["save of safetensors", "convert"],
     ("csrc/engine/load_session.cpp", "max_inflight_bytes"): ["load", "FileSystemReader"],
     ("csrc/engine/output_file.cpp", "direct_io"): [*SAVES, "save of safetensors"],
     ("csrc/engine/record_reader.cpp", "direct_io"): ["load", "FileSystemReader"],
@@ -71,7 +71,7 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/checkpoint/objects.py", "allow_pickle"): LOADS,
     ("torch_ckpt/checkpoint/publishing.py", "overwrite"): ["save", "convert"],
     ("torch_ckpt/conversion/convert.py", "tensors_only"): ["convert"],
-    ("torch_ckpt/conversion/target_directory.py", "overwrite"): ["convert"],
+    ("torch_ckpt/conversion/targets.py", "overwrite"): ["convert"],
     ("torch_ckpt/conversion/torch_source.py", "allow_pickle"): ["convert"],
     ("torch_ckpt/integrations/lightning.py", "async_saves"): ["TorchCkptIO"],
     ("torch_ckpt/integrations/lightning.py", "options"): ["TorchCkptIO"],
@@ -101,7 +101,7 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/saving/handle.py", "if_busy"): ["async_save"],
     ("torch_ckpt/saving/run.py", "staging"): ["async_save", "CheckpointManager"],
     ("torch_ckpt/saving/handle.py", "warn_unchanged"): ["async_save"],
-    ("torch_ckpt/huggingface/object_model.py", "overwrite"): ["save of safetensors"],
+    ("torch_ckpt/huggingface/object_model.py", "overwrite"): ["save of safetensors", "convert"],
     ("torch_ckpt/saving/object_target.py", "overwrite"): SAVES[:3],
     ("torch_ckpt/saving/replica_check.py", "check_replicas"): ["save", "CheckpointManager"],
     ("torch_ckpt/saving/save_state.py", "device"): ["to_empty"],
