@@ -4,10 +4,9 @@ A target appears only when it is complete. The values are read a few at a time.
 
 1. :func:`write_file` writes a single file from its contents. torch_target.py writes ``torch.save``
    files in this way.
-2. A model of several files is a save by one rank, so the targets of ``save`` choose the names,
-   commit, and remove the files of a failed conversion. The plan is made from names, dtypes and
-   shapes.
-3. A checkpoint is committed like any save.
+2. A model of several files and a checkpoint are saves by one rank, so the targets of ``save``
+   choose the names, commit, and remove the files of a failed conversion. The plan is made from
+   names, dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -17,20 +16,19 @@ import itertools
 import json
 import os
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.chunks import hash_layout, local_chunks
 from torch_ckpt.checkpoint.folders import RemoteFolder
+from torch_ckpt.checkpoint.objects import pickled
 from torch_ckpt.checkpoint.publishing import (
     add_durability_advice,
     exists_error,
@@ -39,16 +37,14 @@ from torch_ckpt.checkpoint.publishing import (
 )
 from torch_ckpt.checkpoint.reading import in_waves
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
-from torch_ckpt.conversion.input import Entry, Input, Path
+from torch_ckpt.conversion.input import Entry, Input
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.model_target import Safetensors
 from torch_ckpt.huggingface.object_model import model_target
 from torch_ckpt.huggingface.part_sums import PartSums
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan
-from torch_ckpt.saving.items import encoded_with, resolve, results_of
-from torch_ckpt.saving.object_target import ObjectTarget, checkpoint_target
-from torch_ckpt.saving.target import DirectoryTarget
+from torch_ckpt.saving.object_target import checkpoint_target
 from torch_ckpt.saving.write import Written, write_files
 from torch_ckpt.stores import open_store
 from torch_ckpt.stores.folder import ObjectFolder
@@ -82,6 +78,9 @@ class Output:
             require_absent(path, self.overwrite)
         return WriteOptions(overwrite=self.overwrite, storage_options=self.storage_options)
 
+
+# The name, the checksums and the items of a file; see _core.WrittenFiles.
+_WrittenFile = tuple[str, bytes, list[tuple[int, int, int, int]]]
 
 #: Writes a target and returns the paths of its files.
 Write = Callable[[Input, Output], list[str]]
@@ -210,7 +209,7 @@ def write_model(
         first = next(iter(files))
         for name, entry in source.tensors.items():
             files[file_of.get(name, first)][name] = entry
-        written: list[tuple[str, bytes, list[tuple[int, int, int, int]]]] = []
+        written: list[_WrittenFile] = []
         for name, tensors in files.items():
             sums = PartSums()
             file = _safetensors_file(source, tensors, target, _MODEL_ALIGNMENT, sums.add)
@@ -267,59 +266,48 @@ def _safetensors_file(
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-class _Planner(DefaultSavePlanner):
-    """torch's planner, used with meta tensors."""
-
-    def set_up(self, source: Input, storage_meta: StorageMeta) -> None:
-        """Prepares a plan for all values of a source."""
-        values: dict[str, Any] = {}
-        for name, entry in source.tensors.items():
-            values[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        for name in source.objects:
-            values[name] = source.read_object(name)
-        self.set_up_planner({}, storage_meta, True)
-        order = [name for name in source.paths if name in values]
-        self.state_dict = {name: values[name] for name in order}
-        self.mappings: dict[str, Path] = {name: source.paths[name] for name in order}
-
-
 def write_dcp(source: Input, target: Output) -> list[str]:
     """Writes a checkpoint, a few tensors at a time, and returns its path."""
     path = target.path
     is_new = not is_url(path) and not os.path.lexists(path)
-    written_to = _open_target(target)
-    storage_meta = written_to.storage_meta()
-    planner = _Planner()
-    planner.set_up(source, storage_meta)
-    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
-    items = {item.index.fqn: item for item in plan.items}
-    results: list[WriteResult] = []
+    options = target.write_options()
+    if is_url(path) and not target.overwrite:
+        with suppress(FileNotFoundError):
+            RemoteFolder(path, target.storage_options).names()
+            raise exists_error(path)
+    plan, names = _plan(source)
+    numbers = {name: number for number, name in enumerate(names)}
+    written_to = checkpoint_target(path, options)
+    files: list[_WrittenFile] = []
     waves = itertools.count()
-    written_to.open(0, 1)
-    directory = written_to.directory
 
-    def write(names: list[str], values: list[Any]) -> None:
+    def write(names: list[str], values: list[Any], tag: str) -> None:
         sources = _C.SaveSources()
         for name, value in zip(names, values, strict=True):
             sources.add(name, value)
-        prefix = f"__0_{written_to.tag}"
+        directory, prefix = written_to.directory, f"__0_{tag}"
         if isinstance(directory, ObjectFolder):
             prefix += f"{next(waves)}_"
         else:
             prefix = _core.choose_prefix(directory, prefix)
-        title, save = f"save {os.path.basename(path)}", _C.Save()
+        title = f"save {os.path.basename(path)}"
         written = write_files(
-            save, directory, prefix, sources, WriteOptions(), title=title, rank=None
-        )
-        results.extend(results_of([items[name] for name in names], written))
+            _C.Save(), directory, prefix, sources, options, title=title, rank=None
+        ).files
+        items = defaultdict(list)
+        for name, (file, offset, length, crc) in zip(names, written.locations(), strict=True):
+            items[file].append((numbers[name], offset, length, crc))
+        files.extend((file, table, items[file]) for file, table in written.tables.items())
 
     try:
-        write(source.objects, [resolve(planner, items[name]) for name in source.objects])
+        opened = written_to.open(0, 1)
+        [layout] = written_to.lay_out(plan, [opened])
+        tag = layout.decode()
+        write(source.objects, [pickled(source.read_object(name)) for name in source.objects], tag)
         for wave in in_waves(_sizes(source.tensors), target.wave_bytes):
-            write(wave, source.read(wave))
+            write(wave, source.read(wave), tag)
             target.wrote(sum(source.tensors[name].nbytes for name in wave))
-        data = encoded_with([results], metadata, storage_meta, directory)
-        written_to.publish(data, {result.storage_data.relative_path for result in results})
+        written_to.commit(plan, [Written(_core.WrittenFiles(files), opened.directory)])
     except BaseException:
         # Remove the files of all waves.
         written_to.discard()
@@ -329,17 +317,3 @@ def write_dcp(source: Input, target: Output) -> list[str]:
         raise
     written_to.discard()
     return [path]
-
-
-def _open_target(target: Output) -> DirectoryTarget | ObjectTarget:
-    """Returns the target of a checkpoint.
-
-    Raises:
-        FileExistsError: there are files, and they must not be replaced.
-    """
-    options = target.write_options()
-    if is_url(target.path) and not target.overwrite:
-        with suppress(FileNotFoundError):
-            RemoteFolder(target.path, target.storage_options).names()
-            raise exists_error(target.path)
-    return checkpoint_target(target.path, options)
