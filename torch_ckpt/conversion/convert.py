@@ -24,7 +24,7 @@ from torch_ckpt._base.progress import Progress, ProgressOption, reporting
 from torch_ckpt.checkpoint.dtypes import parse_dtype
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
 from torch_ckpt.conversion.input import Input
-from torch_ckpt.conversion.selection import Selection, leave_out_tied
+from torch_ckpt.conversion.selection import leave_out_tied, select_values
 from torch_ckpt.conversion.sources import open_source
 from torch_ckpt.conversion.targets import (
     Output,
@@ -188,7 +188,7 @@ def convert(
     with ExitStack() as stack:
         opened = stack.enter_context(closing(open_source(path, allow_pickle, storage_options)))
         if is_changed:
-            opened = Selection(
+            select_values(
                 opened, select=select, strip_prefix=strip_prefix, rename=rename, dtype=to_dtype
             )
         report = ConvertReport(path, target_path, opened.format, target_format)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_ckpt.checkpoint.tensor_bytes import empty_tensor
-from torch_ckpt.errors import Corrupt
+from torch_ckpt.errors import CheckpointError, Corrupt
 
 #: Keys and indexes that lead to a value in nested dicts and lists.
 Path = tuple[str | int, ...]
@@ -37,6 +37,9 @@ class Entry:
 class Input(ABC):
     """A model in one of the supported formats. Not thread-safe; ``close()`` closes the files.
 
+    All names, and the dtypes of ``tensors``, are those that the values get in the target;
+    selection.py sets them.
+
     Attributes:
         format: "dcp", "torch" or "safetensors".
         tensors: tensors by fully qualified name, in the order of the source.
@@ -44,6 +47,8 @@ class Input(ABC):
         paths: the path of each tensor and object in nested dicts and lists.
         notes: clauses that describe properties lost in a conversion.
         metadata: metadata of a safetensors file; empty for other formats.
+        stored_names: the name in the source of each value that has a new name.
+        dtype: dtype of the floating-point tensors; None if each has the stored dtype.
     """
 
     format: str
@@ -54,15 +59,23 @@ class Input(ABC):
         self.paths: dict[str, Path] = {}
         self.notes: list[str] = []
         self.metadata: dict[str, str] = {}
+        self.stored_names: dict[str, str] = {}
+        self.dtype: torch.dtype | None = None
 
-    @abstractmethod
     def read(self, names: list[str]) -> list[torch.Tensor]:
         """Reads tensors into contiguous CPU tensors, each with its own storage.
 
         Raises:
             Corrupt: the stored data is damaged or truncated.
+            CheckpointError: a tensor cannot be converted to its dtype.
             OSError: a system call failed.
         """
+        stored = [self.stored_names.get(name, name) for name in names]
+        if self.dtype is None:
+            return self._read(stored)
+        # Read one at a time: the caller's memory limit covers only the converted tensors.
+        pairs = zip(names, stored, strict=True)
+        return [self._convert(name, *self._read([old])) for name, old in pairs]
 
     def read_object(self, name: str) -> Any:
         """Reads a value that is not a tensor.
@@ -71,11 +84,39 @@ class Input(ABC):
             Corrupt, OSError: the value cannot be read.
             Unsafe: the value contains a type that is not allow-listed.
         """
-        raise KeyError(name)
+        return self._read_object(self.stored_names.get(name, name))
 
     @abstractmethod
     def close(self) -> None:
         """Closes the files. Further calls do nothing."""
+
+    @abstractmethod
+    def _read(self, names: list[str]) -> list[torch.Tensor]:
+        """Reads tensors by their names in the source."""
+
+    @abstractmethod
+    def _read_object(self, name: str) -> Any:
+        """Reads an object by its name in the source."""
+
+    def _convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Converts a tensor to its dtype. Adds a note if values overflow."""
+        dtype, stored = self.tensors[name].dtype, tensor.dtype
+        if dtype is stored:
+            return tensor
+        try:
+            converted = tensor.to(dtype)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{name}: {stored} cannot be converted to {dtype}: {error}"
+            ) from error
+        if torch.finfo(dtype).max < torch.finfo(stored).max:
+            # torch does not implement isfinite() for 8-bit floats.
+            before = tensor.float() if stored.itemsize == 1 else tensor
+            if bool((before.isfinite() & ~converted.float().isfinite()).any()):
+                self.notes.append(
+                    f"{name} has values that overflow {dtype} and became infinite or NaN"
+                )
+        return converted
 
 
 def _allocate(count: int) -> bytearray | mmap.mmap:

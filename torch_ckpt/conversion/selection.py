@@ -1,25 +1,29 @@
-"""Selects and renames the tensors of a source for ``convert``, and converts their dtype."""
+"""Selects and renames the values of a source for ``convert``."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.conversion.input import Entry, Input
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.transformers_config import Config
 from torch_ckpt.loading.renaming import Rename, new_names, new_path
 
 
-class Selection(Input):
-    """A view of another source that selects and renames its values, and converts their dtypes.
+def select_values(
+    source: Input,
+    *,
+    select: Iterable[str] | None,
+    strip_prefix: str | None,
+    rename: Rename,
+    dtype: torch.dtype | None,
+) -> None:
+    """Selects and renames the values of a source, and sets the dtype of floating-point tensors.
 
     Args:
-        source: the other source; ``close()`` closes it, too.
         select: :mod:`fnmatch` patterns of the names to keep; None keeps all.
         strip_prefix: prefix to remove from names that begin with it.
         rename: how to rename the names after the prefix is removed.
@@ -28,77 +32,28 @@ class Selection(Input):
     Raises:
         ValueError: a pattern or the prefix matches no name, or two values would get the same name.
     """
-
-    def __init__(
-        self,
-        source: Input,
-        *,
-        select: Iterable[str] | None,
-        strip_prefix: str | None,
-        rename: Rename,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__()
-        self.format = source.format
-        self.notes = source.notes
-        self.metadata = source.metadata
-        self._source = source
-        self._dtype = dtype
-        known = {*source.tensors, *source.objects}
-        names = [name for name in source.paths if name in known]
-        if select is not None:
-            names = _select_names(names, select)
-        new = dict(zip(names, names, strict=True))
-        if strip_prefix:
-            if "*" in strip_prefix:
-                raise ValueError(f"strip_prefix must be a string without '*', got {strip_prefix!r}")
-            new = new_names(names, {f"{strip_prefix}*": "*"}, "strip_prefix")
-        renamed = new_names(new.values(), rename)
-        #: Original name by new name.
-        self._source_names = {renamed[stripped]: old for old, stripped in new.items()}
-        for name, old in self._source_names.items():
-            path = source.paths[old]
-            self.paths[name] = path if name == old else new_path(path, old, name)
-            if old in source.tensors:
-                entry = source.tensors[old]
-                self.tensors[name] = Entry(self._target_dtype(entry.dtype), entry.shape)
-            else:
-                self.objects.append(name)
-
-    def _target_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
-
-    def read(self, names: list[str]) -> list[torch.Tensor]:
-        if self._dtype is None:
-            return self._source.read([self._source_names[name] for name in names])
-        # Read one at a time: the caller's memory limit covers only the converted tensors.
-        return [self._read(name) for name in names]
-
-    def _read(self, name: str) -> torch.Tensor:
-        [stored] = self._source.read([self._source_names[name]])
-        dtype = self._target_dtype(stored.dtype)
-        if dtype is stored.dtype:
-            return stored
-        try:
-            tensor = stored.to(dtype)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{name}: {stored.dtype} cannot be converted to {dtype}: {error}"
-            ) from error
-        if torch.finfo(dtype).max < torch.finfo(stored.dtype).max:
-            # torch does not implement isfinite() for 8-bit floats.
-            before = stored.float() if stored.dtype.itemsize == 1 else stored
-            if bool((before.isfinite() & ~tensor.float().isfinite()).any()):
-                self.notes.append(
-                    f"{name} has values that overflow {dtype} and became infinite or NaN"
-                )
-        return tensor
-
-    def read_object(self, name: str) -> Any:
-        return self._source.read_object(self._source_names[name])
-
-    def close(self) -> None:
-        self._source.close()
+    tensors, objects, paths = source.tensors, set(source.objects), source.paths
+    names = [name for name in paths if name in tensors or name in objects]
+    if select is not None:
+        names = _select_names(names, select)
+    new = dict(zip(names, names, strict=True))
+    if strip_prefix:
+        if "*" in strip_prefix:
+            raise ValueError(f"strip_prefix must be a string without '*', got {strip_prefix!r}")
+        new = new_names(names, {f"{strip_prefix}*": "*"}, "strip_prefix")
+    renamed = new_names(new.values(), rename)
+    stored = {renamed[stripped]: old for old, stripped in new.items()}
+    source.stored_names, source.dtype = stored, dtype
+    source.paths = {
+        name: paths[old] if name == old else new_path(paths[old], old, name)
+        for name, old in stored.items()
+    }
+    source.objects = [name for name, old in stored.items() if old in objects]
+    source.tensors = {name: tensors[old] for name, old in stored.items() if old in tensors}
+    if dtype is not None:
+        for name, entry in source.tensors.items():
+            if entry.dtype.is_floating_point:
+                source.tensors[name] = Entry(dtype, entry.shape)
 
 
 def _select_names(names: list[str], select: Iterable[str]) -> list[str]:

@@ -65,6 +65,7 @@ class CheckpointInput(Input):
             allow_pickle=allow_pickle,
             storage_options=storage_options,
         )
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored = Checkpoint(path, options=options).open()
         metadata = self._stored.safetensors_metadata
         self.format = "dcp" if metadata is None else "safetensors"
@@ -91,9 +92,10 @@ class CheckpointInput(Input):
                     "the tensor, or store its integers and scales as tensors"
                 )
             self.tensors[name] = Entry(tensor.dtype, tensor.shape)
+            self._shapes[name] = tensor.shape
 
-    def read(self, names: list[str]) -> list[torch.Tensor]:
-        shapes = [self.tensors[name].shape for name in names]
+    def _read(self, names: list[str]) -> list[torch.Tensor]:
+        shapes = [self._shapes[name] for name in names]
         boxes = [(n, ((0,) * len(shape), shape)) for n, shape in zip(names, shapes, strict=True)]
         try:
             return self._stored.read_boxes(boxes, allocate_tensor)
@@ -101,7 +103,7 @@ class CheckpointInput(Input):
             # The record can be read only by torch.load, and is larger than the limit.
             raise CheckpointError(f"{some_of(names)}: cannot be read in parts: {error}") from error
 
-    def read_object(self, name: str) -> Any:
+    def _read_object(self, name: str) -> Any:
         return self._stored.read_object(name)
 
     def close(self) -> None:

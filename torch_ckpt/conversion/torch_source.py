@@ -33,8 +33,9 @@ _BUFFER_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class _View:
-    """The location of a tensor's elements in a file."""
+    """A tensor, and the location of its elements in a file."""
 
+    entry: Entry
     begin: int  # offset of the tensor's storage in the file, in bytes
     storage_bytes: int
     offset: int  # in the storage, in elements
@@ -145,7 +146,7 @@ class TorchInput(Input):
                 continue
             view = self._find_view(name, value)
             self._views[name] = view
-            self.tensors[name] = Entry(value.dtype, tuple(value.shape))
+            self.tensors[name] = view.entry
             if value.numel():
                 sharing[view.begin].append(name)
         for names in sharing.values():
@@ -196,14 +197,15 @@ class TorchInput(Input):
                 f"{self._path}: the archive has no record that matches the storage of {name}"
             )
         strides, offset = value.stride(), int(value.storage_offset())
-        return _View(
-            begin, storage.nbytes(), offset, strides, bool(value.is_conj()), bool(value.is_neg())
-        )
+        entry = Entry(value.dtype, tuple(value.shape))
+        is_conj, is_neg = bool(value.is_conj()), bool(value.is_neg())
+        return _View(entry, begin, storage.nbytes(), offset, strides, is_conj, is_neg)
 
-    def read(self, names: list[str]) -> list[torch.Tensor]:
-        return [self._read(name, self.tensors[name], self._views[name]) for name in names]
+    def _read(self, names: list[str]) -> list[torch.Tensor]:
+        return [self._read_view(name, self._views[name]) for name in names]
 
-    def _read(self, name: str, entry: Entry, view: _View) -> torch.Tensor:
+    def _read_view(self, name: str, view: _View) -> torch.Tensor:
+        entry = view.entry
         if 0 in entry.shape:
             return allocate_tensor(entry.shape, entry.dtype)
         width = entry.dtype.itemsize
@@ -244,10 +246,9 @@ class TorchInput(Input):
             raise Corrupt(f"{self._path}: the data of {name} does not match its checksum")
         self._verified.add(begin)
 
-    def read_object(self, name: str) -> Any:
+    def _read_object(self, name: str) -> Any:
         def materialize(value: torch.Tensor) -> torch.Tensor:
-            entry = Entry(value.dtype, tuple(value.shape))
-            return self._read(name, entry, self._find_view(name, value))
+            return self._read_view(name, self._find_view(name, value))
 
         return pytree.tree_map_only(torch.Tensor, materialize, self._objects[name])
 
