@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from torch_ckpt._base.mounts import mount_of
+
 from . import fresh_process, machine
 from .background import Trace, summarize
 from .contenders import DEVICE_SAVERS
@@ -98,7 +100,7 @@ def _sizes(run: _Run, shape: str, total: int) -> list[object]:
 def _describe_work(run: _Run, shape: str, total: int, where: Path) -> str:
     return (
         f"{total / 1e9:.3g} GB in {run.options.tensors[shape]} tensors, "
-        f"{machine.file_system_of(where)}"
+        f"{mount_of(where).file_system}"
     )
 
 

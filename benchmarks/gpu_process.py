@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 import torch_ckpt
+from torch_ckpt._base.mounts import mount_of
 
-from . import limits, machine, pagecache, states
+from . import limits, pagecache, states
 from .background import Effort, Trace, trace_saves
 from .contenders import DEVICE_SAVERS, LOADERS, Running, device_saver, our_background_saver
 from .measure import Contender, settle
@@ -132,7 +133,7 @@ def describe_io(options: argparse.Namespace) -> dict[str, Any]:
         "io_uring": _io_uring(),
         "io_uring_disabled": _contents("/proc/sys/kernel/io_uring_disabled"),
         "direct_io": limits.direct_io_works(options.dir),
-        "file_system": machine.file_system_of(options.dir),
+        "file_system": mount_of(options.dir).file_system,
         "cufile": _cufile(options.device),
         "nvidia_fs": Path("/proc/driver/nvidia-fs").exists(),
         "memory_available_bytes": _memory_available(),

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import torch_ckpt
+from torch_ckpt._base.mounts import mount_of
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,6 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def file_system_of(directory: Path) -> str:
-    """Returns the type of the file system that holds `directory`, such as 'ext4'."""
-    wanted = directory.stat().st_dev
-    device = f"{os.major(wanted)}:{os.minor(wanted)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, source = line.partition(" - ")
-        if mount.split()[2] == device:
-            return source.split()[0]
-    return "unknown"
-
-
 def describe(directory: Path) -> Machine:
     """Describes the machine as this process sees it, with the file system of `directory`."""
     return Machine(
@@ -62,7 +52,7 @@ def describe(directory: Path) -> Machine:
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         kernel=platform.release(),
-        file_system=file_system_of(directory),
+        file_system=mount_of(directory).file_system,
         python=platform.python_version(),
         torch=torch.__version__,
         torch_ckpt=torch_ckpt.__version__,

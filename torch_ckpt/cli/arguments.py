@@ -380,8 +380,8 @@ def _add_deletion(add_command: _AddCommand) -> None:
 
 def _add_machine(add_command: _AddCommand) -> None:
     doctor = add_command("doctor", commands.examine_directory)
-    _value(doctor, "directory", "PATH", _parse_local_path, "an existing directory")
-    size_help = "amount of data for each measurement (default: 256MiB)"
+    _value(doctor, "directory", "PATH", _parse_path, "an existing directory, or a URL")
+    size_help = "amount of data for each measurement (default: 256MiB; for a URL, 32MiB)"
     _value(doctor, "--size", "SIZE", _parse_measured_size, size_help)
     _add_json(doctor)
 

@@ -12,12 +12,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch_ckpt._base.formatting import Report, some_of
+from torch_ckpt._base.paths import local_path
 from torch_ckpt._base.progress import Progress, ProgressBar, stderr_is_terminal
 from torch_ckpt.cli.exit_codes import ExitCode
 from torch_ckpt.cli.output import print_blocks, print_error, print_json
 from torch_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch_ckpt.cli.doctor import DoctorReport
+    from torch_ckpt.cli.store_doctor import StoreReport
     from torch_ckpt.steps import StepStore
 
 
@@ -220,18 +223,27 @@ def apply_delta(arguments: argparse.Namespace) -> ExitCode:
 
 
 def examine_directory(arguments: argparse.Namespace) -> ExitCode:
-    """Measure a directory's file system and check what saves rely on.
+    """Measure a file system or an object store, and check what saves rely on.
 
     Examine a directory: file system, free space, direct I/O, fsync latency, file locks, and the
     bandwidth of saves and loads with 1 to 8 threads. Recommend options, and check the assumptions
-    that durability depends on. Deletes its own files afterwards. Exits with 1 if an assumption does
-    not hold, and with 2 if the directory is not writable.
+    that durability depends on. Examine a URL: the library and endpoint that serve it, latency and
+    bandwidth, permissions, conditions, clocks, and the lifecycle rules of the bucket. Deletes its
+    own files and objects afterwards. Exits with 1 if an assumption does not hold, and with 2 if the
+    directory is not writable, or if the store permits no request.
     """
-    from torch_ckpt.cli.doctor import DEFAULT_MEASURED, diagnose
+    from torch_ckpt.cli import doctor, store_doctor
 
-    count = arguments.size or DEFAULT_MEASURED
-    with _progress_bar(arguments, "measure") as progress:
-        report = diagnose(arguments.directory, measured_bytes=count, progress=progress)
+    report: DoctorReport | StoreReport
+    with _refusals_reported(), _progress_bar(arguments, "measure") as progress:
+        if (path := local_path(arguments.directory)) is None:
+            count = arguments.size or store_doctor.DEFAULT_MEASURED
+            report = store_doctor.diagnose_store(
+                arguments.directory, measured_bytes=count, progress=progress
+            )
+        else:
+            count = arguments.size or doctor.DEFAULT_MEASURED
+            report = doctor.diagnose(path, measured_bytes=count, progress=progress)
     return _print_report(report, arguments, is_finding=not report.ok)
 
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import shutil
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.formatting import Block, Report, Table, printable, size
 from torch_ckpt._base.free_space import free_bytes, require_room
+from torch_ckpt._base.mounts import mount_of
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.cli.timing import median_ms_of, seconds_of
 
 #: Thread counts for which bandwidth is measured.
 THREADS = (1, 2, 4, 8)
@@ -41,11 +41,19 @@ _TESTED = {"ext4", "xfs"}
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _LOCAL = _TESTED | _IN_MEMORY | {"ext2", "ext3", "btrfs", "zfs", "f2fs", "bcachefs"}
 
+# The assumptions in docs/durability.md that can be checked on one machine.
+_ASSUMPTIONS = {
+    1: "data survives a power cut after fsync",
+    2: "renames are atomic",
+    3: "the file system recovers from its journal",
+    5: "all ranks see the same file system",
+    6: "flock works between all processes that save",
+}
+
 # Measurements vary by about 10 % between runs, so treat this fraction of the best as equal.
 _AS_GOOD = 0.9
 
 _ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-_REPETITIONS = 20
 
 
 @dataclass(frozen=True)
@@ -130,12 +138,12 @@ class DoctorReport(Report):
     def _bandwidth_table(self) -> Table:
         rates = {(b.kind, b.direct, b.threads): b.bytes_per_second for b in self.bandwidths}
         columns = list(dict.fromkeys((kind, direct) for kind, direct, _ in rates))
-        titles = [f"{kind.upper()}{', DIRECT' if direct else ''}" for kind, direct in columns]
         rows = [
             [str(threads), *(f"{size(rates[kind, direct, threads])}/s" for kind, direct in columns)]
             for threads in THREADS
         ]
-        header = ["THREADS", *titles]
+        header = ["THREADS"]
+        header += [f"{kind.upper()}{', DIRECT' if direct else ''}" for kind, direct in columns]
         return Table(header, rows, right=frozenset(header))
 
 
@@ -168,8 +176,7 @@ def diagnose(
             os.fspath(path),
         )
     real_path = os.path.realpath(path)
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        mount = find_mount(real_path, map(parse_mount, lines))
+    mount = mount_of(real_path)
     space = os.statvfs(real_path)
     report = DoctorReport(
         path=os.fspath(path),
@@ -189,61 +196,25 @@ def diagnose(
         prefix=".torch-ckpt-doctor-", dir=real_path, ignore_cleanup_errors=True
     ) as directory:
         report.alignment = measure_alignment(directory)
-        report.fsync_ms = _measure_median_ms(
+        report.fsync_ms = median_ms_of(
             lambda: _write_and_fsync(os.path.join(directory, "fsync"), 4096)
         )
         with closing(OpenDirectory(directory)) as opened:
-            report.commit_ms = _measure_median_ms(
+            report.commit_ms = median_ms_of(
                 lambda: _core.publish_contents(opened, "metadata", b"x" * 4096)
             )
-        report.exclusive_rename = _check_exclusive_rename(directory)
+            report.exclusive_rename = _check_exclusive_rename(opened)
         report.locks = _check_locks(directory)
         modes = (False,) if report.alignment is None else (False, True)
         total = len(modes) * 2 * len(THREADS) * measured_bytes
-        for direct in modes:
-            for bandwidth in _measure_bandwidths(directory, measured_bytes, direct):
-                report.bandwidths.append(bandwidth)
-                if progress is not None:
-                    done = len(report.bandwidths) * measured_bytes
-                    progress(Progress(total, 0, done))
+        for bandwidth in _measure_bandwidths(directory, measured_bytes, modes):
+            report.bandwidths.append(bandwidth)
+            if progress is not None:
+                progress(Progress(total, 0, len(report.bandwidths) * measured_bytes))
     report.writer_options = choose_options("write", report.bandwidths)
     report.reader_options = choose_options("read", report.bandwidths)
     report.assumptions = check_assumptions(report)
     return report
-
-
-# --- the mount table ------------------------------------------------------------------------------
-
-
-class Mount(NamedTuple):
-    """A mounted file system."""
-
-    point: str
-    file_system: str
-    options: str  # of the mount and of the file system
-
-
-def parse_mount(line: str) -> Mount:
-    """Parses a line of ``mountinfo``; proc(5) describes the fields."""
-    own, _, super_block = line.partition(" - ")
-    fields, (file_system, _source, options) = own.split(), super_block.split(maxsplit=2)
-    # Spaces and some other characters are escaped as octal numbers.
-    point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), fields[4])
-    both = dict.fromkeys([*fields[5].split(","), *options.strip().split(",")])
-    return Mount(point, file_system, ",".join(both))
-
-
-def find_mount(path: str, mounts: Iterable[Mount]) -> Mount:
-    """Finds the deepest mount that contains a path without symbolic links.
-
-    If several mounts have the same mount point, the last one applies.
-    """
-    found = Mount("/", "unknown", "")
-    for mount in mounts:
-        prefix = mount.point.rstrip("/") + "/"
-        if f"{path}/".startswith(prefix) and len(mount.point) >= len(found.point):
-            found = mount
-    return found
 
 
 # --- measurements and checks ----------------------------------------------------------------------
@@ -253,20 +224,18 @@ def measure_alignment(directory: str) -> int | None:
     """Finds the smallest alignment in bytes that direct reads accept; None if all of them fail."""
     path = os.path.join(directory, "direct")
     _write_and_fsync(path, 2 * _ALIGNMENTS[-1])
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None
     # Anonymous memory starts at a page boundary, which is sufficient alignment for every device.
-    with closing(mmap.mmap(-1, _ALIGNMENTS[-1])) as memory:
-        try:
-            for alignment in _ALIGNMENTS:
-                with suppress(OSError), memoryview(memory)[:alignment] as target:
-                    if os.preadv(descriptor, [target], alignment) == alignment:
-                        return alignment
-        finally:
-            os.close(descriptor)
+    memory = mmap.mmap(-1, _ALIGNMENTS[-1])
+    with closing(memory), suppress(OSError), open(path, "rb", 0, opener=_open_direct) as file:
+        for alignment in _ALIGNMENTS:
+            with suppress(OSError), memoryview(memory)[:alignment] as target:
+                if os.preadv(file.fileno(), [target], alignment) == alignment:
+                    return alignment
     return None
+
+
+def _open_direct(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_DIRECT)
 
 
 def _write_and_fsync(path: str, count: int) -> None:
@@ -276,22 +245,12 @@ def _write_and_fsync(path: str, count: int) -> None:
         os.fsync(stream.fileno())
 
 
-def _measure_median_ms(action: Callable[[], None]) -> float:
-    times = []
-    for _ in range(_REPETITIONS):
-        started_at = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - started_at)
-    return 1000 * statistics.median(times)
-
-
-def _check_exclusive_rename(directory: str) -> bool:
+def _check_exclusive_rename(directory: OpenDirectory) -> bool:
     try:
-        with closing(OpenDirectory(directory)) as opened:
-            _core.publish_contents(opened, "exclusive", b"old", replace=False)
-            _core.publish_contents(opened, "exclusive", b"new", replace=False)
+        _core.publish_contents(directory, "exclusive", b"old", replace=False)
+        _core.publish_contents(directory, "exclusive", b"new", replace=False)
     except FileExistsError:
-        return Path(directory, "exclusive").read_bytes() == b"old"
+        return Path(directory.path, "exclusive").read_bytes() == b"old"
     except OSError:
         pass
     return False
@@ -302,7 +261,7 @@ def _check_locks(directory: str) -> bool:
         return first.try_lock_exclusive() and not second.try_lock_exclusive()
 
 
-def _measure_bandwidths(directory: str, count: int, direct: bool) -> Iterator[Bandwidth]:
+def _measure_bandwidths(directory: str, count: int, modes: tuple[bool, ...]) -> Iterator[Bandwidth]:
     import torch
 
     from torch_ckpt.api import load, save
@@ -315,33 +274,28 @@ def _measure_bandwidths(directory: str, count: int, direct: bool) -> Iterator[Ba
         tensor.random_()
     total = sum(tensor.nbytes for tensor in state.values())
 
-    # The first save starts the engine's threads and allocates its memory. Do not measure it.
-    options = WriteOptions(thread_count=parts, direct_io=direct)
-    save(state, os.path.join(directory, "warm"), no_dist=True, options=options)
-    shutil.rmtree(os.path.join(directory, "warm"))
-    for threads in THREADS:
-        target = os.path.join(directory, f"{threads}")
-        options = WriteOptions(thread_count=threads, direct_io=direct)
-        started_at = time.perf_counter()
+    target = os.path.join(directory, "checkpoint")
+    for direct in modes:
+        # The first save starts the engine's threads and allocates its memory. Do not measure it.
+        options = WriteOptions(thread_count=parts, direct_io=direct)
         save(state, target, no_dist=True, options=options)
-        yield Bandwidth("write", direct, threads, total / (time.perf_counter() - started_at))
-        _drop_page_cache(target)
-        started_at = time.perf_counter()
-        load(
-            state, target, no_dist=True, options=ReadOptions(thread_count=threads, direct_io=direct)
-        )
-        yield Bandwidth("read", direct, threads, total / (time.perf_counter() - started_at))
+        for threads in THREADS:
+            shutil.rmtree(target)
+            options = WriteOptions(thread_count=threads, direct_io=direct)
+            write = partial(save, state, target, no_dist=True, options=options)
+            yield Bandwidth("write", direct, threads, total / seconds_of(write))
+            _drop_page_cache(target)
+            read_options = ReadOptions(thread_count=threads, direct_io=direct)
+            read = partial(load, state, target, no_dist=True, options=read_options)
+            yield Bandwidth("read", direct, threads, total / seconds_of(read))
         shutil.rmtree(target)
 
 
 def _drop_page_cache(directory: str) -> None:
     """Evicts a directory's files, which must already be on disk, from the page cache."""
-    for name in os.listdir(directory):
-        descriptor = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    for path in Path(directory).iterdir():
+        with path.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # --- conclusions ----------------------------------------------------------------------------------
@@ -349,59 +303,38 @@ def _drop_page_cache(directory: str) -> None:
 
 def choose_options(kind: str, bandwidths: list[Bandwidth]) -> dict[str, Any]:
     """Chooses the fewest threads that nearly reach the best rate, and direct I/O unless slower."""
-    of_kind = [one for one in bandwidths if one.kind == kind]
-
-    def rates(direct: bool) -> dict[int, float]:
-        return {one.threads: one.bytes_per_second for one in of_kind if one.direct is direct}
-
-    buffered, direct = rates(False), rates(True)
-    use_direct = bool(direct) and max(direct.values()) >= _AS_GOOD * max(buffered.values())
-    chosen = direct if use_direct else buffered
-    enough = _AS_GOOD * max(chosen.values())
-    threads = min(threads for threads, rate in chosen.items() if rate >= enough)
-    return {"thread_count": threads, "direct_io": "auto" if use_direct or not direct else False}
+    rates: dict[bool, dict[int, float]] = {False: {}, True: {}}
+    for one in bandwidths:
+        if one.kind == kind:
+            rates[one.direct][one.threads] = one.bytes_per_second
+    best = {direct: max(of_mode.values(), default=0.0) for direct, of_mode in rates.items()}
+    direct = best[True] >= _AS_GOOD * best[False]
+    threads = min(n for n, rate in rates[direct].items() if rate >= _AS_GOOD * best[direct])
+    return {"thread_count": threads, "direct_io": "auto" if direct or not rates[True] else False}
 
 
 def check_assumptions(report: DoctorReport) -> list[Assumption]:
     """Checks the assumptions in docs/durability.md, as far as one machine can."""
-    kind = report.file_system
-    options = set(report.mount_options.split(","))
+    kind, options = report.file_system, set(report.mount_options.split(","))
     tested = ("holds", f"tested on {kind}")
     if kind not in _TESTED:
         tested = ("unknown", f"not tested on {kind}")
-
-    flushed = tested
+    verdicts = dict.fromkeys(_ASSUMPTIONS, tested)
     if kind in _IN_MEMORY:
-        flushed = "fails", f"{kind} is in memory, so nothing survives"
+        verdicts[1] = "fails", f"{kind} is in memory, so nothing survives"
+        verdicts[3] = "fails", f"{kind} has no journal"
     elif options & {"nobarrier", "barrier=0"}:
-        flushed = "fails", "the file system is mounted without barriers"
+        verdicts[1] = "fails", "the file system is mounted without barriers"
     elif kind in _TESTED:
-        flushed = "holds", f"tested on {kind}; a disk that ignores flushes cannot be detected"
-
-    renamed = tested
+        verdicts[1] = "holds", f"tested on {kind}; a disk that ignores flushes cannot be detected"
     if not report.exclusive_rename:
-        renamed = "fails", "exclusive renames are not supported, or one replaced a file"
-
-    recovered = tested
-    if kind in _IN_MEMORY:
-        recovered = "fails", f"{kind} has no journal"
-
-    visible = "unknown", f"if several machines share this {kind}, their caches may differ"
-    locked = (
-        "unknown",
-        f"flock works on this machine, but {kind} may not enforce it across machines",
-    )
+        verdicts[2] = "fails", "exclusive renames are not supported, or one replaced a file"
     if kind in _LOCAL:
-        visible = "holds", "for the ranks on this machine"
-        locked = "holds", "flock excluded a second file descriptor"
+        verdicts[5] = "holds", "for the ranks on this machine"
+        verdicts[6] = "holds", "flock excluded a second file descriptor"
+    else:
+        across = "their caches may differ, and flock may not work between them"
+        verdicts[5] = verdicts[6] = "unknown", f"if several machines share this {kind}, {across}"
     if not report.locks:
-        locked = "fails", "flock does not exclude a second file descriptor"
-
-    found = [
-        (1, "data survives a power cut after fsync", flushed),
-        (2, "renames are atomic", renamed),
-        (3, "the file system recovers from its journal", recovered),
-        (5, "all ranks see the same file system", visible),
-        (6, "flock works between all processes that save", locked),
-    ]
-    return [Assumption(number, what, *verdict) for number, what, verdict in found]
+        verdicts[6] = "fails", "flock does not exclude a second file descriptor"
+    return [Assumption(number, what, *verdicts[number]) for number, what in _ASSUMPTIONS.items()]

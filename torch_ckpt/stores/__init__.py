@@ -10,6 +10,7 @@ from torch_ckpt.stores.limits import Limits
 from torch_ckpt.stores.object_store import (
     Entry,
     ObjectStore,
+    Service,
     Version,
     at_once,
     part_bytes,
@@ -26,6 +27,7 @@ __all__ = [
     "Limits",
     "ObjectStore",
     "Options",
+    "Service",
     "Version",
     "at_once",
     "open_store",

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from torch_ckpt.stores.limits import Feed, Limits, pauses
-from torch_ckpt.stores.object_store import Entry, ObjectStore, Version
+from torch_ckpt.stores.object_store import Entry, ObjectStore, Service, Version
 from torch_ckpt.stores.redaction import Redactor
 from torch_ckpt.stores.storage_options import Options
 from torch_ckpt.stores.store_errors import Changed, is_transient, number_of
@@ -60,6 +60,16 @@ class FsspecStore(ObjectStore):
         is_memory = root.kind == "memory"
         self._lock: Any = (
             nullcontext() if self._is_async else _memory if is_memory else threading.Lock()
+        )
+
+    def service(self) -> Service:
+        # The package of the file system, and s3fs's client.
+        package = type(self._fs).__module__.partition(".")[0]
+        meta = getattr(getattr(self._fs, "_s3", None), "meta", None)
+        return Service(
+            ", ".join(map(_with_version, dict.fromkeys(("fsspec", package)))),
+            self._redactor(getattr(meta, "endpoint_url", None) or ""),
+            getattr(meta, "region_name", None) or "",
         )
 
     def _apply_limits(self) -> None:
@@ -231,6 +241,11 @@ class FsspecStore(ObjectStore):
                 failure = error
         assert failure is not None
         raise failure
+
+
+def _with_version(package: str) -> str:
+    version = getattr(importlib.import_module(package), "__version__", "")
+    return f"{package} {version}".rstrip()
 
 
 def _entry(name: str, info: dict[str, Any]) -> Entry:

@@ -82,6 +82,20 @@ class Entry(NamedTuple):
     version: Version
 
 
+class Service(NamedTuple):
+    """The server of a store, and the packages that send it requests. Has no secrets.
+
+    Attributes:
+        library: names and versions of the packages that send the requests.
+        endpoint: URL of the server; "" if the package does not report it.
+        region: "" if the package does not report it.
+    """
+
+    library: str
+    endpoint: str = ""
+    region: str = ""
+
+
 def at_once(request: Callable[[Q], T], arguments: Iterable[Q]) -> list[T]:
     """Makes small requests, several at a time. An exception does not wait for the others."""
     threads = ThreadPoolExecutor(_REQUESTS_AT_ONCE, "torch_ckpt requests")
@@ -299,6 +313,10 @@ class ObjectStore(ABC):
             yield from (entry for entry in page if _is_allowed(entry.name))
 
     # --- to be implemented ------------------------------------------------------------------------
+
+    @abstractmethod
+    def service(self) -> Service:
+        """Describes the service, which some packages know only after the first request."""
 
     @abstractmethod
     def _apply_limits(self) -> None:

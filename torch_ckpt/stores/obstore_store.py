@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch_ckpt.stores.limits import Feed, Limits
-from torch_ckpt.stores.object_store import Entry, ObjectStore, Version
+from torch_ckpt.stores.object_store import Entry, ObjectStore, Service, Version
 from torch_ckpt.stores.redaction import Redactor
 from torch_ckpt.stores.storage_options import Config, Options, obstore_config
 from torch_ckpt.stores.store_errors import Changed, was_repeated
@@ -57,6 +57,12 @@ class ObstoreStore(ObjectStore):
             failure = ValueError(f"{root.url} cannot be opened: {reason}")
         if failure is not None:
             raise failure
+
+    def service(self) -> Service:
+        library = f"obstore {self._obstore.__version__}"
+        if (config := self._config) is None:
+            return Service(library)
+        return Service(library, self._redactor(config.endpoint), config.region)
 
     def _apply_limits(self) -> None:
         if (config := self._config) is None:

@@ -5,15 +5,37 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch_ckpt.stores.object_store import ObjectStore, Version
 from torch_ckpt.stores.store_errors import Changed
 
 #: Names of the objects that a probe writes and deletes begin with this.
 PROBE_PREFIX = ".torch_ckpt-probe-"
+
+
+class Check(NamedTuple):
+    """A statement on which saves rely: it holds, fails, or is unknown.
+
+    Attributes:
+        what: the statement.
+        state: "holds", "fails" or "unknown".
+        why: the reason for the state.
+    """
+
+    what: str
+    state: str
+    why: str
+
+    @classmethod
+    def of(cls, what: str, holds: bool | None, if_holds: str, if_fails: str) -> Check:
+        """Builds a check; ``holds`` is None if nothing was tried."""
+        if holds is None:
+            return cls(what, "unknown", "not tried, because another request fails")
+        return cls(what, "holds", if_holds) if holds else cls(what, "fails", if_fails)
 
 
 @dataclass
@@ -34,6 +56,19 @@ class Probe:
     def missing(self) -> list[str]:
         """Lists the requests that the credentials do not permit."""
         return [name for name, error in self.failures.items() if error.errno == errno.EACCES]
+
+    def checks(self) -> Iterator[Check]:
+        """Yields a check for each request and each condition."""
+        for request in ("list", "read", "write", "delete"):
+            error = self.failures.get(request)
+            reason = "" if error is None else str(error.strerror)
+            yield Check.of(f"{request} is permitted", error is None, "tried", reason)
+        for what, holds, risk in (
+            ("a create fails if the object exists", self.creates, "take the lease of one root"),
+            ("a swap fails if the object has changed", self.swaps, "replace one checkpoint"),
+        ):
+            reason = f"not refused, so two jobs could {risk}. Start only one job for each root"
+            yield Check.of(what, holds, "tried", reason)
 
     def warning(self) -> str | None:
         """Returns a sentence on the conditions that the server ignores."""

@@ -86,6 +86,8 @@ _ENDPOINTS = {
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
     "http": (),
 }
+# obstore's default.
+_REGION = "us-east-1"
 #: Credentials that obstore finds on its own.
 _CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
@@ -161,14 +163,25 @@ class Config(NamedTuple):
         values: the configuration of the store.
         client: ``client_options``.
         credentials: ``credential_provider``; None for obstore's own search.
+        endpoint: URL of the server; "" for the provider's own.
+        region: the region of S3.
     """
 
     values: dict[str, Any]
     client: dict[str, Any]
     credentials: Callable[[], Any] | None = None
+    endpoint: str = ""
+    region: str = ""
 
     def __repr__(self) -> str:
         return f"Config({', '.join(self.values)})"
+
+
+def s3fs_variables() -> dict[str, str]:
+    """Returns the options that s3fs reads from the environment."""
+    names = ("endpoint_url", "key", "secret", "token")
+    found = {name: os.environ.get(f"FSSPEC_S3_{name.upper()}", "") for name in names}
+    return {name: value for name, value in found.items() if value}
 
 
 def obstore_config(kind: str, options: Options, account: str = "") -> Config:
@@ -180,10 +193,8 @@ def obstore_config(kind: str, options: Options, account: str = "") -> Config:
         ImportError: a profile needs boto3, which is not installed.
     """
     given, names = options.values(), _NAMES[kind]
-    if kind == "s3":  # s3fs reads these variables.
-        for name in ("endpoint_url", "key", "secret", "token"):
-            if variable := os.environ.get(f"FSSPEC_S3_{name.upper()}"):
-                given.setdefault(name, variable)
+    if kind == "s3":
+        given = s3fs_variables() | given
     special = {"_account": account} if account else {}
     for name in {"http": ("headers",), "gs": ("token",)}.get(kind, ()):  # May be dicts.
         if isinstance(given.get(name), Mapping):
@@ -240,8 +251,11 @@ def _with_special(kind: str, values: dict[str, Any], special: dict[str, Any]) ->
         )
     if endpoint.startswith("http://"):
         client["allow_http"] = True
-    credentials = _aws_credentials(values, special.get("_profile")) if kind == "s3" else None
-    return Config(values, client, credentials)
+    if kind != "s3":
+        return Config(values, client, None, str(endpoint))
+    credentials = _aws_credentials(values, special.get("_profile"))
+    regions = (values.get("region"), *map(os.environ.get, ("AWS_REGION", "AWS_DEFAULT_REGION")))
+    return Config(values, client, credentials, str(endpoint), next(filter(None, regions), _REGION))
 
 
 def _google_token(token: Any) -> dict[str, Any]:

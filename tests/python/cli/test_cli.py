@@ -272,7 +272,7 @@ def test_a_pipe_that_is_closed_after_the_last_line_keeps_the_exit_code(stored: P
 
 @pytest.mark.parametrize(
     "arguments",
-    ["doctor URL", "apply URL b", "apply a URL", "apply a b --out URL", "convert a b --config URL"],
+    ["apply URL b", "apply a URL", "apply a b --out URL", "convert a b --config URL"],
 )
 def test_commands_on_directories_refuse_urls(run: Run, arguments: str) -> None:
     words = arguments.replace("URL", "s3://user:secret@bucket/run").split()

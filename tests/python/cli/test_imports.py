@@ -50,6 +50,7 @@ def run(*arguments: str | Path) -> list[str]:
         ),
         *((f"{name} SAVED --json", "0") for name in ("ls", "verify", "explain")),
         *((f"{name} file://SAVED", "0") for name in ("ls", "verify", "explain")),
+        ("doctor memory://SAVED --size 64KiB", "0"),
         # Errors before any tensor is read.
         *((f"{name} NONE", "2") for name in ("ls", "verify", "explain", "show", "doctor", "steps")),
         ("diff SAVED NONE", "2"),
