@@ -17,8 +17,9 @@ import importlib.util
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_ckpt import _core, api
 from torch_ckpt._base.containers import map_children
+from torch_ckpt._base.paths import local_path
+from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.options import (
     DEFAULT_OPTIONS,
@@ -36,6 +39,7 @@ from torch_ckpt.options import (
     refuse_options,
 )
 from torch_ckpt.saving.handle import AsyncSave
+from torch_ckpt.stores import open_object, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Never  # in typing since Python 3.11
@@ -140,11 +144,12 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
     when a save returns. After a crash before the save is durable, the link would point to an
     incomplete checkpoint.
 
-    Not thread-safe, like all Lightning plugins. Saves only to local directories.
+    Not thread-safe, like all Lightning plugins. All paths may be URLs; see docs/remote.md.
 
     Args:
         async_saves: save in the background. If False, a save blocks until it is durable.
-        options: the options of the saves.
+        options: the options of the saves; their ``storage_options`` also hold for loads and
+            removals.
         removed: no keyword; the error for a former one names what replaces it.
 
     Example::
@@ -172,20 +177,20 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: _Path, storage_options: Any = None
     ) -> None:
-        """Saves Lightning's checkpoint to the directory ``path``.
+        """Saves Lightning's checkpoint to the directory or URL ``path``.
 
         Raises:
             CheckpointException: this save or the previous one failed; contains the cause.
             OSError: an old checkpoint could not be removed.
             TypeError: ``storage_options`` is given. Pass options to the constructor instead.
-            ValueError: ``path`` is a URL, two values have the same name, or saves are asynchronous
-                and a ModelCheckpoint uses ``save_last="link"``.
+            ValueError: two values have the same name, saves are asynchronous and a ModelCheckpoint
+                uses ``save_last="link"``, or the URL is not allowed.
         """
         if storage_options is not None:
             raise TypeError(
                 "storage_options is not supported. Pass TorchCkptIO(options=WriteOptions(...))"
             )
-        path = _require_local(path)
+        path = _path_or_url(path)
         if self._async:
             _refuse_links(checkpoint)
         self.wait_until_finished()
@@ -210,7 +215,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         """Loads a checkpoint that :meth:`save_checkpoint` saved.
 
         Args:
-            path: the checkpoint directory.
+            path: the checkpoint directory, or its URL.
             map_location: the device for tensors; None means the CPU.
             weights_only: False loads objects of any class, which may run code from the checkpoint.
 
@@ -219,9 +224,9 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
             CheckpointException: the load failed; contains the cause, such as ``Corrupt``,
                 ``Unsafe`` or ``OSError``.
             TypeError: ``map_location`` is not a device.
-            ValueError: ``path`` is a URL, or was not saved by this plugin.
+            ValueError: the checkpoint was not saved by this plugin, or the URL is not allowed.
         """
-        path = _require_local(path)
+        path = _path_or_url(path)
         if not isinstance(map_location, str | torch.device | None):
             raise TypeError(f"map_location must be a device or None, got {map_location!r}")
         self.wait_until_finished()
@@ -232,7 +237,10 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
                 "link, and pass the path of an older checkpoint",
                 path,
             )
-        metadata = Checkpoint(path).metadata().state_dict_metadata
+        options = ReadOptions(
+            allow_pickle=weights_only is False, storage_options=self._options.storage_options
+        )
+        metadata = Checkpoint(path, options=options).metadata().state_dict_metadata
         if _REST not in metadata:
             raise ValueError(
                 f"{path} was not saved by TorchCkptIO: it has no object named {_REST!r}"
@@ -243,7 +251,6 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
             else None
             for name, item in metadata.items()
         }
-        options = ReadOptions(allow_pickle=weights_only is False)
         api.load(state, path, no_dist=True, options=options)
         checkpoint: dict[str, Any] = _join(state.pop(_REST)[0], (), state)
         return checkpoint
@@ -257,15 +264,14 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         Raises:
             OSError: the checkpoint could not be removed. If a save is in progress,
                 :meth:`wait_until_finished` raises this error instead.
-            ValueError: ``path`` is a URL.
         """
-        path = _require_local(path)
+        remove = partial(_remove, _path_or_url(path), self._options.storage_options)
         if self._save is None:
-            _remove(path)
+            remove()
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "torch_ckpt removals")
-        self._removals.append(self._worker.submit(_remove_after, self._save, path))
+        self._removals.append(self._worker.submit(_remove_after, self._save, path, remove))
 
     def wait_until_finished(self) -> None:
         """Waits until the save in progress is durable and old checkpoints are removed.
@@ -296,11 +302,9 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
                 self._worker = None
 
 
-def _require_local(path: _Path) -> str:
-    path = os.fspath(path)
-    if "://" in path:
-        raise ValueError(f"TorchCkptIO supports only local directories, got {path}")
-    return path
+def _path_or_url(path: _Path) -> str:
+    local = local_path(path)
+    return os.fspath(path) if local is None else local
 
 
 def _refuse_links(checkpoint: dict[str, Any]) -> None:
@@ -316,25 +320,40 @@ def _refuse_links(checkpoint: dict[str, Any]) -> None:
             )
 
 
-def _remove_after(save: AsyncSave, path: str) -> None:
-    _core.fault_point("wait for the save before a removal", path)
+def _remove_after(save: AsyncSave, path: _Path, remove: Callable[[], None]) -> None:
+    _core.fault_point("wait for the save before a removal", os.fspath(path))
     try:
         save.result()
     except BaseException:  # wait_until_finished() raises the save's error
         return
-    _remove(path)
+    remove()
 
 
-def _remove(path: str) -> None:
-    if os.path.islink(path) or os.path.isfile(path):
+def _remove(path: str, storage_options: Mapping[str, Any] | None) -> None:
+    if local_path(path) is None:
+        _remove_objects(path, storage_options)
+    elif os.path.islink(path) or os.path.isfile(path):
         os.remove(path)
     elif os.path.isdir(path):
         # Remove the metadata first, so that an interrupted removal leaves no partial checkpoint.
-        metadata = os.path.join(path, ".metadata")
+        metadata = os.path.join(path, METADATA_NAME)
         if os.path.exists(metadata):
             os.remove(metadata)
         _core.fault_point("rmtree", path)
         shutil.rmtree(path)
+
+
+def _remove_objects(url: str, storage_options: Mapping[str, Any] | None) -> None:
+    """Deletes the objects beneath a URL, and the object at the URL itself, which is a checkpoint of
+    Lightning's own."""
+    checkpoint = open_store(url, storage_options)
+    names = [entry.name for entry in checkpoint.list()]
+    # Delete the metadata first, as above.
+    checkpoint.delete(name for name in names if name == METADATA_NAME)
+    checkpoint.delete(name for name in names if name != METADATA_NAME)
+    store, name = open_object(url, storage_options)
+    if name and store.find(name) is not None:
+        store.delete([name])
 
 
 # --- tensors and other values --------------------------------------------------------------------

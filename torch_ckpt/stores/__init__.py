@@ -30,6 +30,7 @@ __all__ = [
     "Service",
     "Version",
     "at_once",
+    "open_object",
     "open_store",
     "part_bytes",
     "parts_in_flight",
@@ -62,3 +63,21 @@ def open_store(
     from torch_ckpt.stores.fsspec_store import FsspecStore
 
     return FsspecStore(root, options, chosen, redactor)
+
+
+def open_object(
+    url: str, storage_options: Options | Mapping[str, Any] | None = None
+) -> tuple[ObjectStore, str]:
+    """Opens the store that has the object at a URL.
+
+    Returns:
+        The store of the directory above the object, and the name of the object in it; if the URL
+        is a bucket, the store of the bucket and "".
+
+    Raises:
+        ImportError, ValueError: see :func:`open_store`.
+    """
+    directory, _, name = url.rstrip("/").rpartition("/")
+    if directory.endswith(("/", ":")):
+        return open_store(url, storage_options), ""
+    return open_store(directory, storage_options), name

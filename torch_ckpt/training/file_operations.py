@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch_ckpt._base.paths import local_path
 from torch_ckpt.checkpoint.publishing import published_file
-from torch_ckpt.stores import ObjectStore, open_store
+from torch_ckpt.stores import open_object, open_store
 
 StrPath = str | os.PathLike[str]
 
@@ -39,7 +39,7 @@ def mkdir(path: StrPath) -> None:
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
         return
-    store, name = _store_and_name(os.fspath(path))
+    store, name = open_object(os.fspath(path))
     if name and store.find(name) is not None:
         raise FileExistsError(
             errno.EEXIST, "a file with this name already exists", store.url_of(name)
@@ -69,7 +69,7 @@ def put(source: Path, target: StrPath) -> None:
     if path is not None:
         _put_local(source, path)
         return
-    store, name = _store_and_name(os.fspath(target))
+    store, name = open_object(os.fspath(target))
     with source.open("rb") as stream:
         pieces = (memoryview(piece) for piece in iter(partial(stream.read, _PIECE_BYTES), b""))
         store.put(name, pieces, os.fstat(stream.fileno()).st_size)
@@ -79,12 +79,3 @@ def _put_local(source: Path, target: str) -> None:
     os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
     with source.open("rb") as copied, published_file(target, sync=False) as stream:
         shutil.copyfileobj(copied, stream)
-
-
-def _store_and_name(url: str) -> tuple[ObjectStore, str]:
-    """Returns the store of the directory that has a file, and the name of the file."""
-    directory, _, name = url.rstrip("/").rpartition("/")
-    if directory.endswith(("/", ":")):
-        # The URL is a bucket.
-        return open_store(url), ""
-    return open_store(directory), name

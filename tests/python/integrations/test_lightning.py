@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from errno import ENOSPC
@@ -22,7 +23,11 @@ from torch.utils._pytree import tree_structure
 
 import torch_ckpt
 from tests.fault_hooks import at_fault_points, failing, held
+from tests.forked import run_script
+from tests.object_server import ObjectServer
+from tests.snippets import snippets_of
 from tests.support import assert_equal, stock_load
+from torch_ckpt.stores import open_object, open_store
 
 NAMES = [
     pytest.param(
@@ -81,7 +86,7 @@ def batches() -> Any:
 
 def fit(
     pl: Any,
-    root: Path,
+    root: Path | str,
     epochs: int,
     io: Any,
     resume: Any = None,
@@ -134,6 +139,76 @@ def test_model_checkpoint_keeps_the_best_and_the_last(pl: Any, tmp_path: Path) -
         assert torch_ckpt.verify(tmp_path / name).ok
 
 
+def test_a_run_beneath_a_url_is_saved_resumed_and_pruned(pl: Any, tmp_path: Path) -> None:
+    uninterrupted = fit(pl, tmp_path, 4, plugin())
+    url = f"memory://{uuid.uuid4().hex}/run"
+    fit(pl, url, 2, plugin())
+    resumed = fit(pl, url, 4, plugin(), resume=f"{url}/last.ckpt")
+    assert resumed.global_step == 24
+    assert_equal(weights(resumed), weights(uninterrupted))
+    callback = resumed.checkpoint_callback
+    best = {path.removeprefix(f"{url}/") for path in callback.best_k_models}
+    kept = {entry.name.partition("/")[0] for entry in open_store(url).list()}
+    assert len(best) == 2
+    assert kept == best | {"last.ckpt"}
+    for name in kept:
+        assert callback.file_exists(f"{url}/{name}", resumed)
+        assert torch_ckpt.verify(f"{url}/{name}").ok
+    assert not callback.file_exists(f"{url}/absent.ckpt", resumed)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "remote.md"
+
+# The module that the lines on the page train, the lines, and a second run that continues.
+PROGRAM = """
+import os
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch_ckpt.integrations.lightning import TorchCkptIO
+
+os.chdir({directory!r})
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, index):
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=4)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+module = Module()
+{code}
+again = L.Trainer(plugins=[TorchCkptIO()], max_epochs=3)
+again.fit(Module(), ckpt_path="s3://bucket/lightning/last.ckpt")
+assert (trainer.global_step, again.global_step) == (4, 6)
+"""
+
+
+def test_the_lines_on_the_page_save_and_resume_at_a_server(
+    s3: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("lightning", "s3fs"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.options["secret"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.options["endpoint_url"])
+    [code] = [one.code for one in snippets_of(PAGE) if "TorchCkptIO" in one.code]
+    done = run_script(PROGRAM.format(code=code, directory=str(tmp_path)))
+    assert done.returncode == 0, done.stderr
+    assert "lightning/last.ckpt/.metadata" in s3.objects
+    assert {key.partition("/")[0] for key in s3.objects} == {"lightning"}
+    assert not s3.uploads
+
+
 def test_save_last_may_be_a_link_with_synchronous_saves(pl: Any, tmp_path: Path) -> None:
     trainer = fit(pl, tmp_path, 3, plugin(async_saves=False), save_last="link")
     assert (tmp_path / "last.ckpt").is_symlink()
@@ -182,15 +257,20 @@ def assert_same(found: Any, wanted: Any) -> None:
     assert_equal(found, wanted)
 
 
+@pytest.fixture(params=["directory", "URL", "file URL"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Root of checkpoints of each kind."""
+    urls = {"URL": f"memory://{uuid.uuid4().hex}", "file URL": f"file://{tmp_path}"}
+    return urls.get(request.param, str(tmp_path))
+
+
 @pytest.mark.parametrize("async_saves", [True, False])
-def test_the_loaded_checkpoint_equals_the_saved_one(
-    io: Any, tmp_path: Path, async_saves: bool
-) -> None:
+def test_the_loaded_checkpoint_equals_the_saved_one(io: Any, root: str, async_saves: bool) -> None:
     checkpoint = checkpoint_of(0.5)
-    plugin(async_saves=async_saves).save_checkpoint(checkpoint, tmp_path / "c")
+    plugin(async_saves=async_saves).save_checkpoint(checkpoint, f"{root}/c")
     torch_ckpt.check_for_errors()
-    io.save_checkpoint(checkpoint_of(0.25), tmp_path / "other")
-    loaded = io.load_checkpoint(tmp_path / "c")
+    io.save_checkpoint(checkpoint_of(0.25), f"{root}/other")
+    loaded = io.load_checkpoint(f"{root}/c")
     assert_same(loaded, checkpoint)
     assert loaded["state_dict"]._metadata == checkpoint["state_dict"]._metadata
 
@@ -288,20 +368,40 @@ def test_objects_of_other_classes_are_loaded_only_with_weights_only_false(
         ({"a": {0: torch.zeros(1), "0": torch.ones(1)}}, None, r"have the name a\.0"),
         ({"a": {0: torch.zeros(1), "0": None}}, None, r"have the name a\.0"),
         ({"lightning": torch.zeros(1)}, None, "have the name lightning"),
-        ({}, "s3://bucket/c", "got s3://bucket/c"),
+        ({}, "s3://me:hidden@bucket/c", "has a user name or a password"),
     ],
-    ids=["two tensors", "a tensor and None", "the reserved name", "a URL"],
+    ids=["two tensors", "a tensor and None", "the reserved name", "a URL with a password"],
 )
-def test_two_values_with_the_same_name_and_a_url_are_refused(
+def test_two_values_with_the_same_name_and_a_password_are_refused(
     io: Any, tmp_path: Path, checkpoint: dict[str, Any], path: str | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         io.save_checkpoint(checkpoint, path or tmp_path / "c")
 
 
-def test_a_directory_without_a_checkpoint_is_named(io: Any, tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_named(io: Any, root: str) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
-        io.load_checkpoint(tmp_path / "absent")
+        io.load_checkpoint(f"{root}/absent")
+
+
+def test_a_removed_checkpoint_cannot_be_loaded_and_others_can(io: Any, root: str) -> None:
+    for name in ("old", "new"):
+        io.save_checkpoint(checkpoint_of(0.5), f"{root}/{name}")
+    io.remove_checkpoint(f"{root}/old")
+    io.remove_checkpoint(f"{root}/absent")
+    io.teardown()
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(f"{root}/old")
+    assert_same(io.load_checkpoint(f"{root}/new"), checkpoint_of(0.5))
+
+
+def test_a_checkpoint_of_lightning_itself_is_removed_from_a_store(io: Any) -> None:
+    url = f"memory://{uuid.uuid4().hex}/last.ckpt"
+    store, name = open_object(url)
+    for other in (name, f"{name}.old"):
+        store.put(other, [memoryview(b"x")], 1)
+    io.remove_checkpoint(url)
+    assert [entry.name for entry in store.list()] == [f"{name}.old"]
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.forked import run_script
 from tests.object_server import ObjectServer
+from tests.snippets import snippets_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "remote.md"
 
@@ -24,8 +24,8 @@ def test_the_examples_save_and_load_at_a_server(
     }
     for variable, name in variables.items():
         monkeypatch.setenv(variable, server.options[name])
-    program = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
-    run = run_script(program)
+    snippets = [one for one in snippets_of(PAGE) if one.language == "python" and not one.reason]
+    run = run_script("\n".join(snippet.code for snippet in snippets))
     assert run.returncode == 0, run.stderr
     names = set(server.objects)
     assert {"final/.metadata", "dcp/100/.metadata", "run/0000000300/write_completed"} <= names
