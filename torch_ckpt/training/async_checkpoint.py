@@ -89,15 +89,18 @@ class WriteMetrics:
 
     Attributes:
         blocked_s: time that the call blocked training, including the time to read the state.
-        write_s: time from the call until the checkpoint was visible and durable; 0 until then.
         training_s: time between the return of the previous call and this call; 0 for the first.
         save: all metrics of the save.
     """
 
     blocked_s: float
-    write_s: float
     training_s: float
     save: SaveMetrics
+
+    @property
+    def write_s(self) -> float:
+        """Time from the call until the checkpoint was visible and durable; 0 until then."""
+        return self.save.total_s
 
 
 class AsyncCheckpoint:
@@ -160,9 +163,7 @@ class AsyncCheckpoint:
         self._options = options
         self._before_save = BeforeSave()
         self._handle: AsyncSave | None = None
-        self._save_metrics: SaveMetrics | None = None
-        self._blocked_s = 0.0
-        self._training_s = 0.0
+        self._metrics: WriteMetrics | None = None
         self._returned: float | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -245,10 +246,9 @@ class AsyncCheckpoint:
             for value in self.state.values():
                 if isinstance(value, Optimizer):
                     handle.guard(value)
-        self._save_metrics = handle.metrics()
-        self._training_s = 0.0 if self._returned is None else started - self._returned
+        training_s = 0.0 if self._returned is None else started - self._returned
         self._returned = time.perf_counter()
-        self._blocked_s = self._returned - started
+        self._metrics = WriteMetrics(self._returned - started, training_s, handle.metrics())
         return path
 
     def save(
@@ -341,7 +341,4 @@ class AsyncCheckpoint:
 
     def metrics(self) -> WriteMetrics | None:
         """Returns the durations of the most recent write; None if there was none."""
-        save = self._save_metrics
-        if save is None:
-            return None
-        return WriteMetrics(self._blocked_s, save.total_s, self._training_s, save)
+        return self._metrics

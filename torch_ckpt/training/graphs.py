@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +67,15 @@ class GraphRecorder:
     ) -> Callable[..., Any]:
         # Copy the graph before compiling modifies it.
         self.graphs.append(_copy_without_tensors(module.graph))
-        return self._compiler(options)(module, example_inputs, **options)
-
-    def _compiler(self, options: dict[str, Any]) -> Backend:
         if not isinstance(self._backend, str):
-            return self._backend
-        if self._backend == "inductor" and options:
-            _convert_to_patches(options)
-        lookup: Callable[[str], Backend] = importlib.import_module("torch._dynamo").lookup_backend
-        return lookup(self._backend)
+            return self._backend(module, example_inputs, **options)
+        # The objects that torch.compile makes for the name of a backend.
+        wrap: Any = partial(torch._TorchCompileWrapper, self._backend)
+        if self._backend == "inductor":
+            wrap = torch._TorchCompileInductorWrapper
+        mode, choices = options.pop("mode", None), options.pop("options", None)
+        compiler: Backend = wrap(mode, choices, dynamic=None, **options)
+        return compiler(module, example_inputs)
 
 
 def save_graph(
@@ -160,15 +160,6 @@ def _draw(dot: str, source: Path, path: StrPath, timeout_seconds: float | None) 
             f"{result.stderr.strip()}"
         )
     return target
-
-
-def _convert_to_patches(options: dict[str, Any]) -> None:
-    """Replaces torch.compile's arguments with ``config_patches``, which inductor accepts."""
-    inductor = importlib.import_module("torch._inductor")
-    patches = dict(inductor.list_mode_options(options.pop("mode", None) or "default"))
-    overrides = options.pop("options", None) or {}
-    patches.update({name.replace("-", "_"): value for name, value in overrides.items()})
-    options["config_patches"] = patches
 
 
 def _copy_without_tensors(graph: Graph) -> Graph:

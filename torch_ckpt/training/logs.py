@@ -28,9 +28,6 @@ from torch_ckpt.ranks.group import own_rank
 # Maximum number of problems in an error message.
 _MAX_REFUSALS = 10
 
-# Alignment of buffers in bytes: the size of the largest dtype.
-_ALIGNMENT = 16
-
 # Number of bars in the histograms that this module computes.
 _BARS = 64
 
@@ -248,9 +245,7 @@ def _fetch_values(leaves: Sequence[tuple[str, Value]], is_writer: bool) -> list[
 
     Other ranks only take part in gathering DTensors, and get an empty list.
     """
-    tensors = [value for _name, value in leaves if isinstance(value, torch.Tensor)]
-    on_cuda = [tensor for tensor in tensors if tensor.device.type == "cuda"]
-    buffers = iter(_allocate_buffers(on_cuda, pinned=True) if is_writer and on_cuda else [])
+    devices = set()
     fetched: list[tuple[str, Value]] = []
     for name, value in leaves:
         if isinstance(value, DTensor):
@@ -261,29 +256,16 @@ def _fetch_values(leaves: Sequence[tuple[str, Value]], is_writer: bool) -> list[
         if not is_writer:
             continue
         if isinstance(value, torch.Tensor):
-            on_device = value.device.type == "cuda"
-            value = next(buffers).copy_(value, non_blocking=True) if on_device else value.cpu()
+            is_on_cuda = value.device.type == "cuda"
+            devices |= {value.device} if is_on_cuda else set()
+            # torch copies from CUDA to page-locked memory, which it keeps for later copies.
+            value = value.to("cpu", non_blocking=is_on_cuda)
         fetched.append((name, value))
-    if is_writer:
-        for device in {tensor.device for tensor in on_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
     return [
         (name, value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value)
         for name, value in fetched
-    ]
-
-
-def _allocate_buffers(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
-    """Allocates host tensors with the shapes and dtypes of the given ones.
-
-    Makes a single allocation, because allocating pinned memory is slow.
-    """
-    sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in tensors]
-    rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    memory = torch.empty(sum(rooms), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    return [
-        room[:size].view(tensor.dtype).view(tensor.shape)
-        for room, size, tensor in zip(torch.split(memory, rooms), sizes, tensors, strict=True)
     ]
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from torch_ckpt.training import log
-from torch_ckpt.training.logs import _allocate_buffers
 
 
 @dataclass
@@ -309,20 +308,6 @@ def test_tensorboard_shows_scalars_and_histograms(tmp_path: Path) -> None:
 
 
 # --- devices -------------------------------------------------------------------------------------
-
-
-def test_buffers_share_one_allocation_and_do_not_overlap() -> None:
-    tensors = [
-        torch.arange(3, dtype=torch.uint8),
-        torch.tensor(2.5, dtype=torch.float64),
-        torch.arange(12, dtype=torch.bfloat16).view(3, 4).t(),
-        torch.arange(5),
-    ]
-    buffers = _allocate_buffers(tensors, pinned=False)
-    for room, tensor in zip(buffers, tensors, strict=True):
-        room.copy_(tensor)
-    assert len({room.untyped_storage().data_ptr() for room in buffers}) == 1
-    assert all(torch.equal(room, tensor) for room, tensor in zip(buffers, tensors, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
