@@ -74,6 +74,8 @@ want xfsprogs mkfs.xfs
 want libnbd-bin nbdfuse
 want nbdkit nbdkit
 want graphviz dot
+want sshfs sshfs
+want openssh-sftp-server /usr/lib/openssh/sftp-server
 want chromium chromium
 if ((${#optional[@]})) && [[ $(id -u) -eq 0 ]] && command -v apt-get > /dev/null; then
   echo "torch_ckpt: installing ${optional[*]}, which the build does not need"
