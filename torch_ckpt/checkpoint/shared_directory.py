@@ -32,6 +32,7 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from torch_ckpt import _core
+from torch_ckpt._base.mounts import mount_of
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError, Corrupt
@@ -62,28 +63,31 @@ class View(NamedTuple):
 
     Attributes:
         host: name of the host.
-        type: type of the file system; empty if unknown.
+        file_system: type of the file system; "unknown" if it is unknown.
         source: the device or the server.
     """
 
     host: str
-    type: str
+    file_system: str
     source: str
 
     @classmethod
     def of(cls, directory: OpenDirectory) -> View:
         """Describes an open directory."""
-        return cls(socket.gethostname(), *_mount_of(directory.fd))
+        host = socket.gethostname()
+        try:
+            mount = mount_of(f"/proc/self/fd/{directory.fd}")
+        except OSError:
+            return cls(host, "unknown", "")
+        return cls(host, mount.file_system, mount.source)
 
     @property
     def is_local(self) -> bool:
         """True if no other host can change files in the directory."""
-        return self.type in _LOCAL_TYPES
+        return self.file_system in _LOCAL_TYPES
 
     def __str__(self) -> str:
-        if not self.type:
-            return f"host {self.host}"
-        return f"host {self.host}: {self.type} on {self.source}"
+        return f"host {self.host}: {self.file_system} on {self.source}"
 
 
 class Probe(NamedTuple):
@@ -170,16 +174,3 @@ def may_be_stale(directory: OpenDirectory, error: BaseException) -> bool:
     with suppress(OSError):
         return any(n == MARKER_NAME or n.endswith(_DATA) for n in directory.names())
     return False
-
-
-def _mount_of(descriptor: int) -> tuple[str, str]:
-    """Returns the type of a file system, and its device or server; empty texts if unknown."""
-    try:
-        with open(f"/proc/self/fdinfo/{descriptor}") as lines:
-            number = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
-        with open("/proc/self/mountinfo") as mounts:
-            mount = next(line for line in mounts if line.split(" ", 1)[0] == number)
-    except (OSError, StopIteration):
-        return "", ""
-    kind, source = mount.rpartition(" - ")[2].split(" ")[:2]
-    return kind, source

@@ -301,8 +301,8 @@ def write_dcp(source: Input, target: Output) -> list[str]:
 
     try:
         opened = written_to.open(0, 1)
-        [layout] = written_to.lay_out(plan, [opened])
-        tag = layout.decode()
+        written_to.lay_out(plan, [opened])
+        tag = written_to.tag or ""
         write(source.objects, [pickled(source.read_object(name)) for name in source.objects], tag)
         for wave in in_waves(_sizes(source.tensors), target.wave_bytes):
             write(wave, source.read(wave), tag)

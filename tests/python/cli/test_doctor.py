@@ -128,7 +128,7 @@ def test_too_few_bytes_are_refused(tmp_path: Path) -> None:
 
 def test_a_line_of_mountinfo_is_parsed() -> None:
     line = r"36 35 98:0 /mnt1 /mnt\040two rw,noatime master:1 - ext3 /dev/root rw,barrier=0" + "\n"
-    assert parse_mount(line) == Mount("/mnt two", "ext3", "rw,noatime,barrier=0")
+    assert parse_mount(line) == Mount("/mnt two", "ext3", "/dev/root", "rw,noatime,barrier=0")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def test_a_line_of_mountinfo_is_parsed() -> None:
 )
 def test_a_path_belongs_to_the_last_of_the_deepest_mounts(path: str, file_system: str) -> None:
     mounts = [
-        Mount("/", "ext4", ""),
-        Mount("/data", "nfs", ""),
-        Mount("/data/scratch", "tmpfs", ""),
-        Mount("/data", "xfs", ""),
+        Mount("/", "ext4", "", ""),
+        Mount("/data", "nfs", "", ""),
+        Mount("/data/scratch", "tmpfs", "", ""),
+        Mount("/data", "xfs", "", ""),
     ]
     assert find_mount(path, mounts).file_system == file_system
 
