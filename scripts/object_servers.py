@@ -102,7 +102,7 @@ def _seaweedfs(
     command = [found, f"-logdir={directory}", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += [f"-dir={data}", "-filer", "-s3", f"-s3.port={port}", f"-s3.config={config}", *ports]
     command += [
-        "-volume.max=60",
+        "-volume.max=160",
         "-master.volumeSizeLimitMB=512",
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
