@@ -97,8 +97,8 @@ Result<std::vector<std::string>> find_missing(const os::Directory& directory,
   std::vector<std::string> missing;
   for (const std::string& file : files) {
     if (std::ranges::binary_search(*listed, file)) continue;
-    // The listing does not contain files in subdirectories, and the listing of a network file system
-    // may lack files that other hosts have created.
+    // The listing does not contain files in subdirectories. On a network file system, it may lack
+    // files that other hosts have created.
     auto found = directory.identity_of(file);
     if (found) continue;
     if (found.error().sys_errno != ENOENT) return found.error();
