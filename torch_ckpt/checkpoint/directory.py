@@ -92,17 +92,16 @@ def require_one_directory(identities: Iterable[DirectoryIdentity | None]) -> boo
         NotCommitted: ranks opened different directories.
     """
     first: dict[tuple[str, str], DirectoryIdentity] = {}
-    for own in identities:
-        if own is None:
-            continue
+    known = [own for own in identities if own is not None]
+    for own in known:
         if first.setdefault((own.mounts, own.path), own).contradicts(own):
             raise NotCommitted(
                 f"{own.path}: ranks of this save opened different directories under this path: "
                 "a directory was renamed, or a link in the path was changed, while the save "
                 "started. Nothing was published; save again"
             )
-    mounts = {known for known, _path in first}
-    return len(mounts) > 1 or "" in mounts
+    mounts = {own.mounts for own in known}
+    return len(known) > 1 and (len(mounts) > 1 or "" in mounts)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch_ckpt import _core
 from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.marker import find_last_saved, read_marker, read_object_marker
+from torch_ckpt.checkpoint.marker import list_run, read_marker, read_object_marker
 from torch_ckpt.checkpoint.step_names import DELETED_NAME, MARKER_NAME, STEP_NAME
 from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.stores import Entry, ObjectStore, at_once, open_store
@@ -122,8 +122,7 @@ class RemoteFolder(ObjectFolder):
         if self._names is not None:
             return self._names
         try:
-            self._known = {entry.name: entry for entry in self.store.list()}
-            self._known |= find_last_saved(self.store, self._known)
+            self._known = list_run(self.store)
         except OSError as error:
             if error.errno not in _NO_LISTING:
                 raise

@@ -22,6 +22,9 @@ from torch_ckpt.stores import Entry, ObjectStore, at_once
 #: Size limit of a marker, in bytes. A longer file was not written by torch_ckpt.
 MOST_MARKER_BYTES = 16 << 20
 
+# A longer object contains no name of a step.
+_MOST_NAME_BYTES = 64
+
 
 def read_marker(directory: str) -> dict[str, Any] | None:
     """Reads the marker of a step.
@@ -61,7 +64,14 @@ def read_object_marker(store: ObjectStore, marker: Entry) -> dict[str, Any] | No
         return {}
 
 
-def find_last_saved(root: ObjectStore, listed: Container[str]) -> dict[str, Entry]:
+def list_run(root: ObjectStore) -> dict[str, Entry]:
+    """Lists the objects of a run by name, with the marker of the step that was saved last, which a
+    listing that lags does not have."""
+    listed = {entry.name: entry for entry in root.list()}
+    return listed | _find_last_saved(root, listed)
+
+
+def _find_last_saved(root: ObjectStore, listed: Container[str]) -> dict[str, Entry]:
     """Finds the step that was saved last by the names of its objects, because a listing may not
     have the newest objects yet.
 
@@ -73,8 +83,12 @@ def find_last_saved(root: ObjectStore, listed: Container[str]) -> dict[str, Entr
         The marker objects of the step; empty if the marker is listed, or if there is none.
     """
     try:
-        step = root.read(LAST_SAVED_NAME, MOST_MARKER_BYTES)[0].decode(errors="replace")
+        step = root.read(LAST_SAVED_NAME, _MOST_NAME_BYTES)[0].decode(errors="replace")
     except FileNotFoundError:
+        return {}
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
         return {}
     marker = f"{step}/{MARKER_NAME}"
     if not STEP_NAME.match(step) or marker in listed:

@@ -143,14 +143,14 @@ def wait_for(look: Callable[[], T], directory: OpenDirectory, first: View, rank:
     Raises:
         CheckpointError: this rank does not see it in time, so the hosts have different directories.
     """
-    own = View.of(directory)
-    seconds = LOCAL_SECONDS if own.is_local or first.is_local else NETWORK_SECONDS
-    deadline = time.monotonic() + seconds
+    begun = time.monotonic()
     while True:
         try:
             return look()
         except FileNotFoundError:
-            if time.monotonic() >= deadline:
+            own = View.of(directory)
+            seconds = LOCAL_SECONDS if own.is_local or first.is_local else NETWORK_SECONDS
+            if time.monotonic() >= begun + seconds:
                 break
         time.sleep(PAUSE_SECONDS)
     raise CheckpointError(

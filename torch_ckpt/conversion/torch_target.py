@@ -20,7 +20,7 @@ from torch_ckpt.conversion.targets import Output, read_in_waves, write_file
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.state.splitting import as_states
 
-# A write of more bytes is that of a storage: names and padding have at most 64 KiB each.
+# A larger write contains a storage, because names and padding have at most 64 KiB each.
 _COPIED_BYTES = 1 << 20
 
 
@@ -148,7 +148,8 @@ class _Pieces:
         self._storage: torch.UntypedStorage | None = None
 
     def write(self, data: memoryview) -> None:
-        """Keeps bytes. Their memory is valid only during the call, except that of a storage."""
+        """Keeps bytes. Copies them, unless they are a storage: other memory is valid only during
+        the call."""
         if self._storage is None or data.nbytes <= _COPIED_BYTES:
             self._pieces.append(memoryview(bytes(data)))
             return

@@ -250,7 +250,7 @@ class DirectoryTarget(CheckpointTarget):
         self.lease = DirectoryLease(self.directory, self._own_rank, ends_earlier)
 
     def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
-        may_differ = require_one_target(opened) and len(opened) > 1
+        may_differ = require_one_target(opened)
         assert self.lease is not None
         probe = self.leave_probe() if may_differ else b""
         return [b"%b\0%b" % (self.lease.tag.encode(), probe)] * len(opened)

@@ -172,7 +172,7 @@ class FileSystemWriter(OnAnyFileSystem, StockWriter):
             return plans
         target, probe = self._target, b""
         identities = [one for one in opened if isinstance(one, DirectoryIdentity)]
-        may_differ = require_one_directory(identities) and len(plans) > 1
+        may_differ = require_one_directory(identities)
         if may_differ and isinstance(target, DirectoryTarget):
             probe = target.leave_probe()
         # Set the prefix again, because a cached plan has the prefix of an earlier save.

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.marker import find_last_saved, read_object_marker
+from torch_ckpt.checkpoint.marker import list_run, read_object_marker
 from torch_ckpt.checkpoint.step_names import (
     DELETED_NAME,
     MARKER_NAME,
@@ -101,9 +101,7 @@ class ObjectSteps(StepStore):
         return max(of_lease, self._newest_epoch_of_markers())
 
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
-        found = {entry.name: entry for entry in self._store.list()}
-        found |= find_last_saved(self._store, found)
-        steps = _by_step(found.values())
+        steps = _by_step(list_run(self._store).values())
         markers = self._read_markers(
             {name: found[MARKER_NAME] for name, found in steps.items() if _is_complete(found)}
         )

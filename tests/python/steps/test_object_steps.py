@@ -179,7 +179,7 @@ def test_a_deleted_step_is_not_found_by_its_name(lagging: ObjectSteps) -> None:
     assert kinds_of(lagging) == {1: "complete"}
 
 
-@pytest.mark.parametrize("content", [b"", b"../0000000002", b"0000000009", b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"../0000000002", b"0000000009", b"\xff", b"0" * 100])
 def test_a_wrong_record_of_the_last_save_is_ignored(steps: ObjectSteps, content: bytes) -> None:
     save(steps, 1, state_of())
     put(steps, LAST_SAVED_NAME, content)
