@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,12 +78,12 @@ def changed_after_rank_0_looked(
     store = dist.PrefixStore(launch.case, dist.distributed_c10d._get_default_store())
     before = source.open
 
-    def read_metadata(self: Source, names: Sequence[str]) -> None:
+    def read_metadata(self: Source, *arguments: Any) -> None:
         if launch.rank != 0:
             store.wait([token])
         if launch.rank == 1:
             change()
-        before(self, names)
+        before(self, *arguments)
         if launch.rank == 0:
             store.set(token, "")
 
