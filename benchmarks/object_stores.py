@@ -8,8 +8,9 @@ with a delay for each round trip and ``--rate`` megabytes a second for each conn
   ranges of 8 MiB in 8 threads that are copied to the tensors. Without checksums.
 - s3torchconnector: its writer under ``dcp.save``, and its reader under ``dcp.load``, as they come.
 
-The contenders take turns within a round, in the same processes. Each rank has its part of the
-bytes. Seconds are those of the slowest rank, CPU seconds those of rank 0. The ratios are medians
+Each round starts a server with empty volumes and warms up with 64 MiB. Then the contenders take
+turns, in the same processes. Each rank has its part of the bytes. Seconds are those of the slowest
+rank, CPU seconds those of rank 0. The ratios are medians
 over the rounds of the time of a contender divided by ours, so more than 1 means that torch_ckpt is
 faster. Memory is the growth of the peak during one operation in a fresh process.
 
@@ -32,9 +33,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,11 @@ from scripts import object_servers
 
 _TENSORS, _OBJECTS = 32, 4
 _PART, _RANGE = 16 << 20, 8 << 20
+_WARM_UP_MEGABYTES = 64
 
 Operation = Callable[[], object]
-#: Seconds and CPU seconds of each round, by operation and contender.
-Times = dict[str, list[tuple[float, float]]]
+#: Seconds and CPU seconds of one round, by operation and contender.
+Times = dict[str, tuple[float, float]]
 
 
 class Contenders:
@@ -175,22 +177,27 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _alternately(contenders: Contenders, rounds: int) -> Times:
-    times: Times = {}
-    for number in range(rounds + 1):
+def _alternately(options: dict[str, str], megabytes: int, rank: int, ranks: int) -> Times:
+    measured: Times = {}
+    for size in (_WARM_UP_MEGABYTES, megabytes):
+        contenders = Contenders(options, size, rank, ranks)
         for kind, operations in contenders.operations().items():
             for name, operation in operations.items():
-                measured = _measured(operation)
-                if number > 0:  # the first round warms up
-                    times.setdefault(f"{kind}, {name}", []).append(measured)
-    return times
+                measured[f"{kind}, {name}"] = _measured(operation)
+    return measured
 
 
-def _on_rank(options: dict[str, str], megabytes: int, rounds: int, result: Path) -> None:
-    contenders = Contenders(options, megabytes, dist.get_rank(), dist.get_world_size())
-    times = _alternately(contenders, rounds)
+def _on_rank(options: dict[str, str], megabytes: int, result: Path) -> None:
+    times = _alternately(options, megabytes, dist.get_rank(), dist.get_world_size())
     if dist.get_rank() == 0:
         result.write_text(json.dumps(times))
+
+
+def _on_ranks(options: dict[str, str], megabytes: int, count: int, directory: Path) -> Times:
+    result = directory / "times.json"
+    ranks.run(count, partial(_on_rank, options, megabytes, result))
+    times: Times = json.loads(result.read_text())
+    return times
 
 
 def _longest_gap(operation: Operation) -> float:
@@ -214,32 +221,31 @@ def _longest_gap(operation: Operation) -> float:
     return longest
 
 
-def _background(contenders: Contenders, rounds: int, directory: Path) -> dict[str, list[float]]:
-    """Returns milliseconds of each round."""
+def _background(options: dict[str, str], megabytes: int, directory: Path) -> dict[str, float]:
+    """Returns milliseconds."""
+    contenders = Contenders(options, megabytes, 0, 1)
+    url = f"s3://{contenders.bucket}/ours"
     paths = {
-        "async_save until the call returns, to the URL": f"s3://{contenders.bucket}/ours",
+        "async_save until the call returns, to the URL": url,
         "async_save until the call returns, to a directory": str(directory / "checkpoint"),
     }
-    found: dict[str, list[float]] = {}
-    for number in range(rounds + 1):
-        measured = {}
+    measured = {}
+    for _warm_up_first in range(2):
         for title, path in paths.items():
             begun = time.perf_counter()
             running = contenders.async_save(path)
             measured[title] = time.perf_counter() - begun
             running.result()
-        measured["longest gap, async_save to the URL"] = _longest_gap(
-            lambda: contenders.async_save(f"s3://{contenders.bucket}/ours").result()
-        )
-        measured["longest gap, obstore's put"] = _longest_gap(contenders.put)
-        for title, seconds in measured.items():
-            if number > 0:
-                found.setdefault(title, []).append(1e3 * seconds)
-    return found
+    measured["longest gap, async_save to the URL"] = _longest_gap(
+        lambda: contenders.async_save(url).result()
+    )
+    measured["longest gap, obstore's put"] = _longest_gap(contenders.put)
+    return {title: 1e3 * seconds for title, seconds in measured.items()}
 
 
-def _peak_growth(options: dict[str, str], megabytes: int, kind: str, name: str) -> float:
+def _peak_growth(options: dict[str, str], megabytes: int, title: str) -> float:
     """Measures one operation in a fresh process. Returns megabytes."""
+    kind, _comma, name = title.partition(", ")
     arguments = [json.dumps(options), str(megabytes), kind, name]
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.object_stores", "--one", *arguments],
@@ -262,6 +268,20 @@ def _peak() -> int:
     return int(found[1])
 
 
+@contextmanager
+def _empty_server(delay_ms: float, rate: float) -> Iterator[tuple[dict[str, str], Path]]:
+    """Yields settings for clients, and a temporary directory."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = stack.enter_context(object_servers.running("seaweedfs", directory))
+        options = dict(server.options)
+        if delay_ms:
+            port = int(options["endpoint_url"].rpartition(":")[2])
+            slow = stack.enter_context(slow_network.running(port, delay_ms, rate))
+            options["endpoint_url"] = f"http://127.0.0.1:{slow}"
+        yield options, directory
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--megabytes", type=int, default=1024)
@@ -274,61 +294,53 @@ def main() -> None:
     if given.one:
         _measure_one(*given.one)
         return
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        server = stack.enter_context(object_servers.running("seaweedfs", directory))
-        options = dict(server.options)
-        if given.delay_ms:
-            port = int(options["endpoint_url"].rpartition(":")[2])
-            slow = stack.enter_context(slow_network.running(port, given.delay_ms, given.rate))
-            options["endpoint_url"] = f"http://127.0.0.1:{slow}"
-        torch.set_num_threads(1)
-        background: dict[str, list[float]] = {}
-        if given.ranks > 1:
-            result = directory / "times.json"
-            work = partial(_on_rank, options, given.megabytes, given.rounds, result)
-            ranks.run(given.ranks, work)
-            times: Times = json.loads(result.read_text())
-        else:
-            contenders = Contenders(options, given.megabytes, 0, 1)
-            times = _alternately(contenders, given.rounds)
-            background = _background(contenders, given.rounds, directory)
-        print(f"torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores")
-        network = f"{given.delay_ms:g} ms, {given.rate:g} MB/s" if given.delay_ms else "loopback"
-        print(
-            f"SeaweedFS, {given.megabytes} MiB, {given.ranks} ranks, {given.rounds} rounds, "
-            f"{network}"
-        )
-        _print_times(times, options, given.megabytes if given.ranks == 1 else None)
-        _print_background(background)
+    torch.set_num_threads(1)
+    times: list[Times] = []
+    background: list[dict[str, float]] = []
+    for number in range(given.rounds):
+        with _empty_server(given.delay_ms, given.rate) as (options, directory):
+            if given.ranks > 1:
+                times.append(_on_ranks(options, given.megabytes, given.ranks, directory))
+            else:
+                times.append(_alternately(options, given.megabytes, 0, 1))
+                background.append(_background(options, given.megabytes, directory))
+        print(f"round {number + 1}: {times[-1]}", file=sys.stderr, flush=True)
+    growth: dict[str, float] = {}
+    if given.ranks == 1:
+        with _empty_server(given.delay_ms, given.rate) as (options, _directory):
+            growth = {title: _peak_growth(options, given.megabytes, title) for title in times[0]}
+    print(f"torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores")
+    network = f"{given.delay_ms:g} ms, {given.rate:g} MB/s" if given.delay_ms else "loopback"
+    print(
+        f"SeaweedFS, {given.megabytes} MiB, {given.ranks} ranks, {given.rounds} rounds, {network}"
+    )
+    _print_times(times, growth)
+    _print_background(background)
 
 
-def _print_times(times: Times, options: dict[str, str], megabytes: int | None) -> None:
-    """Prints the table. With a size, also measures memory."""
+def _print_times(times: list[Times], growth: dict[str, float]) -> None:
     print("| | seconds | CPU seconds | time / ours | CPU / ours | peak growth, MiB |")
     print("|---|---|---|---|---|---|")
-    for title, rows in times.items():
-        kind, _comma, name = title.partition(", ")
-        ours = times[f"{kind}, torch_ckpt"]
-        seconds, cpu = (statistics.median(row[i] for row in rows) for i in (0, 1))
+    for title in times[0]:
+        ours = f"{title.partition(', ')[0]}, torch_ckpt"
+        seconds, cpu = (statistics.median(found[title][i] for found in times) for i in (0, 1))
         ratios = [
-            statistics.median(a[i] / b[i] for a, b in zip(rows, ours, strict=True)) for i in (0, 1)
+            statistics.median(found[title][i] / found[ours][i] for found in times) for i in (0, 1)
         ]
-        growth = megabytes and f"{_peak_growth(options, megabytes, kind, name):.0f}"
+        peak = f"{growth[title]:.0f}" if growth else ""
         print(
-            f"| {title} | {seconds:.2f} | {cpu:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} "
-            f"| {growth or ''} |"
+            f"| {title} | {seconds:.2f} | {cpu:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} | {peak} |"
         )
 
 
-def _print_background(found: dict[str, list[float]]) -> None:
-    if found:
-        print("| | milliseconds: median | least | most |")
-        print("|---|---|---|---|")
-    for title, rounds in found.items():
-        print(
-            f"| {title} | {statistics.median(rounds):.1f} | {min(rounds):.1f} | {max(rounds):.1f} |"
-        )
+def _print_background(rounds: list[dict[str, float]]) -> None:
+    if not rounds:
+        return
+    print("| | milliseconds: median | least | most |")
+    print("|---|---|---|---|")
+    for title in rounds[0]:
+        found = [measured[title] for measured in rounds]
+        print(f"| {title} | {statistics.median(found):.1f} | {min(found):.1f} | {max(found):.1f} |")
 
 
 if __name__ == "__main__":
