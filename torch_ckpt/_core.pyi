@@ -63,6 +63,9 @@ class Directory:
     @property
     def has_locks(self) -> bool:
         """False if the last attempt to lock found that the file system has no locks."""
+    @property
+    def is_local(self) -> bool:
+        """True if no other host can change the directory, by the type of its file system."""
     def identity(self) -> tuple[int, int, int, int]:
         """Device, inode, and seconds and nanoseconds of creation, or 0 if they are not stored."""
     def is_at_path(self) -> bool:
@@ -470,6 +473,7 @@ def publish_contents(
 #: Names of files: the marker of a complete step, the pin of a step, and the lease on a root.
 MARKER_NAME: str
 PINNED_NAME: str
+LOCK_NAME: str
 LEASE_NAME: str
 
 class StepKind:

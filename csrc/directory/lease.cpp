@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
 #include <exception>
+#include <functional>
+#include <map>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -17,6 +20,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kPollInterval{5};
 constexpr double kMaxPatienceForFiles = 5.0;
+constexpr std::int64_t kRecentSeconds = 3600;
 
 /// Returns the data files and temporary files that no metadata names, sorted.
 ///
@@ -46,6 +50,30 @@ Result<std::vector<std::string>> unnamed_files(const os::Directory& directory,
     std::erase_if(unnamed, [&](const std::string& file) { return others->contains(file); });
   }
   return unnamed;
+}
+
+/// Removes from `names` the files that a save on another host may have written (rule g), except
+/// those that `may_remove` returns true for.
+Result<> spare_recent(const os::Directory& directory, std::vector<std::string>& names,
+                      const std::function<bool(const std::string&)>& may_remove) {
+  if (names.empty() || directory.is_local()) return {};
+  auto all = directory.names();
+  if (!all) return all.error();
+  std::map<std::string, std::int64_t> modified;
+  std::int64_t newest = 0;
+  for (const std::string& name : *all) {
+    auto found = directory.modified_s(name);
+    if (!found && found.error().sys_errno == ENOENT) continue;
+    if (!found) return found.error();
+    modified[name] = *found;
+    newest = std::max(newest, *found);
+  }
+  std::erase_if(names, [&](const std::string& name) {
+    const auto found = modified.find(name);
+    const bool is_recent = found == modified.end() || found->second > newest - kRecentSeconds;
+    return is_recent && !may_remove(name);
+  });
+  return {};
 }
 
 /// Returns true if the file has these contents.
@@ -177,9 +205,10 @@ Result<DirectoryLease> DirectoryLease::take(const os::Directory& directory, std:
             "/proc/locks), then save again";
     return format_error(Errc::system, text.str());
   }
+  // Two hosts can both get the exclusive lock if the file system hides their locks.
+  const bool needs_tag = !*is_exclusive || !is_empty || !opened->is_local();
   return DirectoryLease(std::move(*opened), rank,
-                        *is_exclusive && is_empty ? std::string() : random_hex(kTagDigits) + "_",
-                        patience_s);
+                        needs_tag ? random_hex(kTagDigits) + "_" : std::string(), patience_s);
 }
 
 /// Checks that all files are in the directory. Waits up to patience_s_ for a missing file, because
@@ -206,6 +235,10 @@ Result<> DirectoryLease::require_files(const std::set<std::string>& files) const
 PublishOutcome DirectoryLease::commit(Pieces contents, const std::set<std::string>& files,
                                       PublishMode mode, const NamedFiles& named,
                                       Warnings& warnings) {
+  if (!directory_.is_local()) {
+    // Without the names, the files are kept for an hour.
+    if (auto replaced = named(directory_, metadata_name(rank_))) replaced_ = *std::move(replaced);
+  }
   auto outcome = publish_contents(directory_, metadata_name(rank_), contents, mode,
                                   [&] { return require_files(files); });
   switch (outcome.state) {
@@ -269,12 +302,21 @@ Result<> DirectoryLease::remove_unnamed(const Committed* committed, const NamedF
       if (!unnamed) return unnamed.error();
     }
   }
+  auto spared =
+      spare_recent(directory_, *unnamed, [&](const std::string& file) { return may_remove(file); });
+  if (!spared) return spared;
   if (!unnamed->empty() && committed == nullptr) {
     // The metadata may be from a save whose last fsync failed or was never called.
     if (auto synced = directory_.sync(); !synced) return synced;
   }
   remove_files(directory_, *unnamed, warnings);
   return {};
+}
+
+/// Returns true for files of this save, and of the save that it has replaced.
+bool DirectoryLease::may_remove(const std::string& file) const {
+  const bool is_own = !tag_.empty() && file.find("_" + tag_) != std::string::npos;
+  return is_own || replaced_.contains(file);
 }
 
 void remove_files(const os::Directory& directory, const std::vector<std::string>& names,
@@ -309,6 +351,8 @@ Result<std::optional<std::vector<std::string>>> remove_leftovers(os::Directory& 
   if (auto synced = directory.sync(); !synced) return synced.error();
   auto unnamed = unnamed_files(directory, std::nullopt, nullptr, named);
   if (!unnamed) return unnamed.error();
+  const auto none = [](const std::string&) { return false; };
+  if (auto spared = spare_recent(directory, *unnamed, none); !spared) return spared.error();
   for (const std::string& name : *unnamed) {
     if (auto removed = directory.remove(name); !removed) return removed.error();
   }

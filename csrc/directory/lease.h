@@ -17,9 +17,9 @@
 //
 //  1. Each rank opens the directory once by its path, and uses this descriptor in all later calls
 //     (os/directory.h). So a save stays in one directory, whatever happens to the path.
-//  2. The coordinator takes a lease: a shared lock (flock on the directory itself, which creates no
-//     file). If existing files or another save in the directory might use the names of this save's
-//     files, the names get a unique tag.
+//  2. The coordinator takes a lease: a shared lock on the directory (os/directory.h). If existing
+//     files or another save in the directory might use the names of this save's files, the names
+//     get a unique tag.
 //  3. Every rank writes its data files, fsyncs and closes each, then fsyncs the directory
 //     (engine/output_file.h). The coordinator collects the results of all ranks. If a result is
 //     missing or a rank has failed, the steps below are skipped and the old checkpoint stays.
@@ -56,11 +56,14 @@
 //  e. If a rank was declared dead, another save may have created files under its names. So
 //     remove_own follows rules b and c for them as well.
 //  f. A save whose lease has ended does not commit: its files may have been removed.
+//  g. If other hosts may use the directory (Directory::is_local() is false), the file system may
+//  hide
+//     their locks. So all names of data files get a tag, and removing a file also requires that the
+//     save has written it, that the metadata which the save has replaced names it, or that it is an
+//     hour older than the newest file of the directory.
 //
 // The locks of a dead process are released only after all children that it forked while holding
-// them have ended. On a file system without locks, files can be removed only under rule a. If a
-// network file system keeps locks local to each machine, rule c does not protect against other
-// machines.
+// them have ended. On a file system without locks, files can be removed only under rule a.
 
 namespace torch_ckpt::directory {
 
@@ -122,11 +125,13 @@ class DirectoryLease {
   };
   void sweep(const Committed* committed, const NamedFiles& named, Warnings& warnings);
   Result<> remove_unnamed(const Committed* committed, const NamedFiles& named, Warnings& warnings);
+  bool may_remove(const std::string& file) const;
 
   os::Directory directory_;
   std::optional<int> rank_;
   std::string tag_;
   double patience_s_;
+  std::set<std::string> replaced_;  // files that the replaced metadata names, for rule g
 };
 
 /// Removes files. The caller has checked that no metadata names them.

@@ -48,7 +48,7 @@ bool is_temporary_name(std::string_view found, std::string_view name) {
 /// Returns true for the names of files that every save of this format may write.
 bool is_model_file(std::string_view name) {
   if (name == planning::SafetensorsLayout::kIndexName || name == format::kSafeChecksumsName ||
-      name == format::kDeltaName || name == "config.json") {
+      name == format::kDeltaName || name == "config.json" || name == os::kLockName) {
     return true;
   }
   static const std::regex kPattern(R"(model(-\d{5,}-of-\d{5,})?\.safetensors)");
@@ -174,7 +174,9 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
   std::string temporary = temporary_name(name);
   if (auto made = parent.make_directory(temporary); !made) return made.error();
   auto opened = parent.open_directory(temporary);
-  const Result<bool> shared = opened ? opened->try_share() : opened.error();
+  // The exclusive lock creates the file of the lock on a network file system.
+  const Result<bool> locked = opened ? opened->try_lock_exclusive() : opened.error();
+  const Result<bool> shared = locked ? opened->try_share() : locked.error();
   Result<> done = shared ? Result<>() : shared.error();
   if (shared && !*shared) {
     // Another save has found the new directory before it was locked, and removes it as a leftover.
@@ -182,7 +184,7 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
   }
   if (done && is_present) done = copy_mode(parent, name, *opened);
   if (!done) {
-    static_cast<void>(parent.remove_directory(temporary));
+    static_cast<void>(parent.remove_tree(temporary));
     return done.error();
   }
   return ModelSave(std::move(*own_parent), std::move(*opened), std::move(name),

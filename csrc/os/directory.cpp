@@ -5,8 +5,11 @@
 #include <limits.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <memory>
@@ -17,6 +20,29 @@
 
 namespace torch_ckpt::os {
 namespace {
+
+// Types of local file systems, as statfs(2) reports them. The type of ext4 is that of ext2 and
+// ext3. FUSE is missing, because most of its file systems are on a network.
+constexpr std::array<std::uint32_t, 18> kLocalTypes{
+    0xca451a4e,  // bcachefs
+    0x9123683e,  // btrfs
+    0x2011bab0,  // exfat
+    0x0000ef53,  // ext4
+    0xf2f52010,  // f2fs
+    0x3153464a,  // jfs
+    0x00004d44,  // msdos, vfat
+    0x00003434,  // nilfs2
+    0x7366746e,  // ntfs3
+    0x794c7630,  // overlay
+    0x858458f6,  // ramfs
+    0x52654973,  // reiserfs
+    0x73717368,  // squashfs
+    0x01021994,  // tmpfs
+    0x00011954,  // ufs
+    0x58465342,  // xfs
+    0x2fc12fc1,  // zfs
+    0xe0f5e1e2,  // erofs
+};
 
 std::string parent_of(const std::string& path) {
   const auto slash = path.find_last_of('/');
@@ -101,6 +127,8 @@ Result<Directory> Directory::reopen() const {
 
 Directory::Directory(Directory&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)),
+      lock_fd_(std::exchange(other.lock_fd_, -1)),
+      is_writable_(other.is_writable_),
       locked_by_(std::exchange(other.locked_by_, 0)),
       has_locks_(other.has_locks_),
       path_(std::move(other.path_)) {}
@@ -109,6 +137,8 @@ Directory& Directory::operator=(Directory&& other) noexcept {
   if (this != &other) {
     close();
     fd_ = std::exchange(other.fd_, -1);
+    lock_fd_ = std::exchange(other.lock_fd_, -1);
+    is_writable_ = other.is_writable_;
     locked_by_ = std::exchange(other.locked_by_, 0);
     has_locks_ = other.has_locks_;
     path_ = std::move(other.path_);
@@ -120,12 +150,22 @@ Directory::~Directory() { close(); }
 
 // Nothing is written through this descriptor, so errors from close() can be ignored.
 void Directory::close() {
-  const int fd = std::exchange(fd_, -1);
-  if (fd < 0) return;
-  // Unlock explicitly: a forked child shares the lock, so closing the descriptor would not release
-  // it. The child itself must not release the lock.
-  if (std::exchange(locked_by_, 0) == ::getpid()) ::flock(fd, LOCK_UN);
-  ::close(fd);
+  if (fd_ < 0) return;
+  unlock();
+  close_lock_file();
+  ::close(std::exchange(fd_, -1));
+}
+
+// Unlock explicitly: a forked child shares the lock, so closing the descriptor would not release
+// it. The child itself must not release the lock.
+void Directory::unlock() {
+  if (std::exchange(locked_by_, 0) != ::getpid()) return;
+  if (lock_fd_ >= 0) ::flock(lock_fd_, LOCK_UN);
+  ::flock(fd_, LOCK_UN);
+}
+
+void Directory::close_lock_file() {
+  if (lock_fd_ >= 0) ::close(std::exchange(lock_fd_, -1));
 }
 
 Result<File> Directory::create(const std::string& name, IoMode mode) const {
@@ -367,6 +407,21 @@ std::string Directory::current_path() const {
   return path;
 }
 
+bool Directory::is_local() const {
+  struct statfs found {};
+  if (uninterrupted([&] { return ::fstatfs(fd_, &found); }) != 0) return false;
+  return std::ranges::find(kLocalTypes, static_cast<std::uint32_t>(found.f_type)) !=
+         kLocalTypes.end();
+}
+
+Result<std::int64_t> Directory::modified_s(const std::string& name) const {
+  struct stat status {};
+  if (::fstatat(fd_, name.c_str(), &status, AT_SYMLINK_NOFOLLOW) != 0) {
+    return system_error(errno, "stat", path_of(name));
+  }
+  return std::int64_t{status.st_mtim.tv_sec};
+}
+
 Result<bool> Directory::try_share() { return lock(LOCK_SH); }
 
 Result<bool> Directory::try_lock_exclusive() { return lock(LOCK_EX); }
@@ -374,10 +429,43 @@ Result<bool> Directory::try_lock_exclusive() { return lock(LOCK_EX); }
 Result<bool> Directory::lock(int kind) {
   TC_FAULT("flock", path_);
   if (fd_ < 0) return system_error(EBADF, "flock", path_);
-  if (uninterrupted([&] { return ::flock(fd_, kind | LOCK_NB); }) == 0) {
+  auto locked = try_flock(fd_, kind);
+  if (locked && *locked && has_locks_) {
     locked_by_ = ::getpid();
-    return true;
+    if (!is_local()) locked = lock_file(kind);
   }
+  if (!locked || !*locked) unlock();
+  return locked;
+}
+
+Result<bool> Directory::lock_file(int kind) {
+  const bool is_exclusive = kind == LOCK_EX;
+  if (is_exclusive && !is_writable_) close_lock_file();
+  if (lock_fd_ < 0) {
+    const int access = is_exclusive ? O_RDWR | O_CREAT : O_RDONLY;
+    constexpr mode_t kMode = 0666;
+    lock_fd_ = uninterrupted([&] {
+      return ::openat(fd_, std::string(kLockName).c_str(),
+                      access | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, kMode);
+    });
+    is_writable_ = is_exclusive;
+  }
+  if (lock_fd_ < 0) {
+    // Another process has removed the directory, or no save of this version has used it.
+    if (!is_exclusive || errno == ENOENT) return true;
+    return system_error(errno, "open", path_of(kLockName));
+  }
+  auto locked = try_flock(lock_fd_, kind);
+  struct stat status {};
+  const bool is_removed = ::fstat(lock_fd_, &status) != 0 || status.st_nlink == 0;
+  if (locked && *locked && !is_removed) return true;
+  // Open the file again in the next attempt, because another process may have removed it.
+  close_lock_file();
+  return locked ? Result<bool>(false) : locked;
+}
+
+Result<bool> Directory::try_flock(int fd, int kind) {
+  if (uninterrupted([&] { return ::flock(fd, kind | LOCK_NB); }) == 0) return true;
   switch (errno) {
     case EWOULDBLOCK:
       return false;

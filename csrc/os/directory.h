@@ -13,6 +13,9 @@
 
 namespace torch_ckpt::os {
 
+/// The file in a directory of a network file system that carries the directory's lock.
+inline constexpr std::string_view kLockName = ".lock";
+
 /// Creates a directory and its parents, like mkdir -p. Only sync_ancestors() makes them durable.
 Result<> make_directories(const std::string& path);
 
@@ -119,6 +122,18 @@ class Directory {
   /// Returns the directory's current path; empty if it is unknown or the directory was removed.
   std::string current_path() const;
 
+  /// True if no other host can change the directory, by the type of its file system. False if the
+  /// type is unknown.
+  bool is_local() const;
+  /// Returns the time of the last change of a file, in seconds by the clock of the file system.
+  Result<std::int64_t> modified_s(const std::string& name) const;
+
+  // The lock is a flock on the directory itself, which creates no file. On network file systems,
+  // this lock excludes only processes of the same host. There, the lock is also a flock on the file
+  // kLockName in the directory, which excludes other hosts if the file system shares locks. The
+  // exclusive lock creates the file. The shared lock ignores a missing file, so that a load writes
+  // nothing.
+
   /// Tries to take the shared lock without waiting. Returns false if another descriptor holds the
   /// exclusive lock. Returns true without a lock if the file system has no locks or has run out of
   /// them (ENOLCK).
@@ -133,9 +148,15 @@ class Directory {
  private:
   Directory(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
   Result<bool> lock(int kind);
+  Result<bool> try_flock(int fd, int kind);
+  Result<bool> lock_file(int kind);
+  void unlock();
+  void close_lock_file();
 
   int fd_ = -1;
-  pid_t locked_by_ = 0;  // process that took the lock
+  int lock_fd_ = -1;          // kLockName; -1: not open
+  bool is_writable_ = false;  // lock_fd_ can write, which NFS requires for the exclusive lock
+  pid_t locked_by_ = 0;       // process that took the lock
   bool has_locks_ = true;
   std::string path_;
 };

@@ -168,6 +168,7 @@ py::dict own_process() {
 void bind_directory(py::module_& module) {
   module.attr("MARKER_NAME") = std::string(directory::kMarkerName);
   module.attr("PINNED_NAME") = std::string(directory::kPinnedName);
+  module.attr("LOCK_NAME") = std::string(os::kLockName);
   module.attr("LEASE_NAME") = std::string(directory::kLeaseName);
   py::class_<Directory>(module, "Directory")
       .def(py::init([](const Path& path) { return unwrap(Directory::open(path.native())); }),
@@ -177,6 +178,7 @@ void bind_directory(py::module_& module) {
       .def("share", &share, py::arg("patience") = 10.0)
       .def("try_lock_exclusive", &Directory::try_lock_exclusive, NoGil())
       .def_property_readonly("has_locks", &Directory::has_locks)
+      .def_property_readonly("is_local", &Directory::is_local)
       .def("identity", &identity)
       .def("is_at_path", &Directory::is_at_path, NoGil())
       .def("names",

@@ -61,6 +61,9 @@ extern thread_local std::vector<int> flock_errors;
 /// Number of calls of flock in this thread.
 extern thread_local int flock_calls;
 
+/// If true, every file system looks like a network file system in this thread.
+extern thread_local bool is_network_file_system;
+
 /// An InterruptCheck for calls that nothing interrupts.
 inline Result<> never_interrupted() { return {}; }
 

@@ -48,15 +48,6 @@ LOCAL_SECONDS, NETWORK_SECONDS = 5.0, 30.0
 #: Seconds for which metadata may be stale, and between two attempts to open something.
 STALE_SECONDS, PAUSE_SECONDS = 30.0, 0.1
 
-#: Types of file systems that only one host can change, as /proc/self/mountinfo has them.
-# fmt: off
-_LOCAL_TYPES = frozenset([
-    "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "jfs", "msdos",
-    "nilfs2", "ntfs3", "overlay", "ramfs", "reiserfs", "rootfs", "squashfs", "tmpfs", "ufs",
-    "vfat", "xfs", "zfs",
-])
-# fmt: on
-
 
 class View(NamedTuple):
     """A directory as a process sees it.
@@ -65,26 +56,23 @@ class View(NamedTuple):
         host: name of the host.
         file_system: type of the file system; "unknown" if it is unknown.
         source: the device or the server.
+        is_local: True if no other host can change files in the directory.
     """
 
     host: str
     file_system: str
     source: str
+    is_local: bool
 
     @classmethod
     def of(cls, directory: OpenDirectory) -> View:
         """Describes an open directory."""
-        host = socket.gethostname()
+        host, is_local = socket.gethostname(), directory.is_local
         try:
             mount = mount_of(f"/proc/self/fd/{directory.fd}")
         except OSError:
-            return cls(host, "unknown", "")
-        return cls(host, mount.file_system, mount.source)
-
-    @property
-    def is_local(self) -> bool:
-        """True if no other host can change files in the directory."""
-        return self.file_system in _LOCAL_TYPES
+            return cls(host, "unknown", "", is_local)
+        return cls(host, mount.file_system, mount.source, is_local)
 
     def __str__(self) -> str:
         return f"host {self.host}: {self.file_system} on {self.source}"
@@ -167,7 +155,7 @@ def may_be_stale(directory: OpenDirectory, error: BaseException) -> bool:
     Args:
         error: the error of the read.
     """
-    if not isinstance(error, (FileNotFoundError, Corrupt)) or View.of(directory).is_local:
+    if not isinstance(error, (FileNotFoundError, Corrupt)) or directory.is_local:
         return False
     if isinstance(error, Corrupt):
         return True

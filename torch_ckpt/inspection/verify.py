@@ -252,7 +252,7 @@ def _unreferenced(
     metadata: list[str],
 ) -> list[str]:
     """Returns the files that no metadata names; ignores directories."""
-    own = set(metadata)
+    own = {*metadata, _core.LOCK_NAME}
     if STEP_NAME.match(os.path.basename(os.path.normpath(folder.path))):
         own |= {MARKER_NAME, PINNED_NAME}
     return sorted(

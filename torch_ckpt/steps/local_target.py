@@ -123,10 +123,12 @@ class StepTarget(DirectoryTarget):
         if not self._removes_directory:
             return
         # Every rank tries this, because rank 0 may have failed before it created a target. The
-        # coordinator has removed the files of a failed save. If other files are left, rmdir fails.
+        # coordinator has removed the files of a failed save.
         with suppress(OSError), closing(OpenDirectory(self.directory_path)) as opened:
-            # Locking fails if another rank is already saving the step again.
-            if opened.try_lock_exclusive():
+            # Locking fails if another rank is already saving the step again. On a network file
+            # system, it creates a file.
+            if opened.try_lock_exclusive() and opened.names() in ([], [_core.LOCK_NAME]):
+                opened.remove(_core.LOCK_NAME)
                 os.rmdir(self.directory_path)
 
     def _refuse_existing(self) -> None:

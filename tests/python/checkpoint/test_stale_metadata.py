@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt.checkpoint import shared_directory, source
+from torch_ckpt.checkpoint import source
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.folders import LocalFolder
 from torch_ckpt.checkpoint.shared_directory import View
@@ -22,7 +22,7 @@ Read = Callable[[LocalFolder, str, int], bytes]
 @pytest.fixture
 def on_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every file system a network file system. Nothing is stale for long."""
-    monkeypatch.setattr(shared_directory, "_LOCAL_TYPES", frozenset())
+    monkeypatch.setattr(OpenDirectory, "is_local", False)
     monkeypatch.setattr(source, "PAUSE_SECONDS", 0.0)
 
 
