@@ -11,6 +11,13 @@
    the file at the end of a run. A held record has these fields, too, so version 0.1 refuses to
    write while another run is active. A released record has them in a nested object, which version
    0.1 treats as the lease of a dead run.
+5. On a network file system, the lock of 1 may not exclude other hosts, and a host may not see a
+   new file for some time. So a run that takes the lease first claims its epoch: it creates an empty
+   file ``.lease.epoch-N``, which only one run can create. Then it reads the record again. If the
+   record has changed, the run removes its claim. A run that finds a claim waits for the record of
+   that epoch. A claim without a record after a minute is abandoned, and the next run takes the next
+   epoch. While there are claims, a missing record counts as missing only after 30 seconds. A run
+   that has taken the lease removes the claims before the previous epoch.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +50,11 @@ _PROCESS_FIELDS = ("host", "boot", "pids", "pid", "start", "began_at")
 # A longer file was not written by torch_ckpt.
 _MOST_BYTES = 16 << 10
 
+_CLAIM_NAME = re.compile(rf"{re.escape(LEASE_NAME)}\.epoch-([1-9][0-9]{{0,18}})")
+
+# Seconds until a claim is abandoned, until a missing record is missing, and between two looks.
+_CLAIM_SECONDS, _STALE_SECONDS, _PAUSE_SECONDS = 60.0, 30.0, 0.1
+
 _TEMPORARY_NAME = re.compile(rf"{re.escape(LEASE_NAME)}\.[0-9a-f]{{8}}")
 
 # A process holds the lock on the root while it renames a step, and fsyncs the root.
@@ -59,18 +72,27 @@ class LeaseFile:
         self.root = root
         self.has_made_root = False
         self._fd = -1  # the lease of this process, locked
+        self._abandoned = 0  # the greatest epoch whose claim was abandoned
 
     def within(self, seconds: float) -> LeaseFile:
         return self
 
     def newest_epoch(self) -> int:
-        return newest_epoch(self.root)
+        return max(self._abandoned, newest_epoch(self.root))
 
     def read(self) -> StoredRecord | None:
         try:
             return _read_at(None, os.path.join(self.root, LEASE_NAME))
         except (FileNotFoundError, NotADirectoryError):
+            pass
+        try:
+            directory = _core.Directory(self.root)
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        try:
+            return _read_in(directory)
+        finally:
+            directory.close()
 
     def compare_and_swap(
         self, expected: StoredRecord | None, record: LeaseRecord
@@ -115,8 +137,8 @@ class LeaseFile:
 
     def release(self) -> None:
         """Unlocks the lease of this process. Removes the root if this object has created it, no
-        other run has ever held its lease, it has no other file, and no process holds the lock on
-        it."""
+        other run has ever held its lease, it has no other file, as on a network file system, and no
+        process holds the lock on it."""
         self.close()
         if not self.has_made_root:
             return
@@ -167,19 +189,53 @@ class LeaseFile:
             # No process may ever find an incomplete lease, even after the machine has crashed.
             _core.fault_point("fsync", path)
             os.fsync(fd)
-            with _locked(directory):
-                found: StoredRecord | None = None
-                with contextlib.suppress(FileNotFoundError):
-                    found = _read_at(directory.fd, LEASE_NAME)
-                if (found and found.version) != (expected and expected.version):
-                    return None
-                _core.fault_point("rename", os.path.join(self.root, LEASE_NAME))
-                os.rename(name, LEASE_NAME, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
+            is_new = expected is None or expected.record.epoch != record.epoch
+            claim = "" if directory.is_local or not is_new else _claim_of(record.epoch)
+            if claim and not self._claim(directory, claim, fd):
+                return None
+            with contextlib.ExitStack() as undo:
+                if claim:
+                    undo.callback(_remove, directory, claim)
+                with _locked(directory):
+                    found = _read_in(directory, wait=not claim)
+                    if (found and found.version) != (expected and expected.version):
+                        return None
+                    _core.fault_point("rename", os.path.join(self.root, LEASE_NAME))
+                    os.rename(name, LEASE_NAME, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
+                undo.pop_all()
+            if claim:
+                _remove_claims(directory, record.epoch - 1)
             stored = _stored(fd, data)
             self.close()
             if record.is_held:
                 self._fd = os.dup(fd)
             return stored
+
+    def _claim(self, directory: _core.Directory, name: str, fd: int) -> bool:
+        """Claims an epoch. Returns False if another run has claimed it.
+
+        Args:
+            name: name of the claim.
+            fd: a new file, which has the time of the file system.
+        """
+        path = os.path.join(self.root, name)
+        _core.fault_point("open", path)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            os.close(os.open(name, flags, 0o666, dir_fd=directory.fd))
+            return True
+        except OSError as error:
+            # sshfs reports EPERM if the file exists.
+            if not isinstance(error, FileExistsError) and not directory.contains(name):
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            claimed = os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_mtime_ns
+            if os.fstat(fd).st_mtime_ns - claimed > _CLAIM_SECONDS * 1e9:
+                self._abandoned = max(self._abandoned, _epoch_of_claim(name))
+                return False
+        _core.fault_point("wait for a lease", path)
+        time.sleep(_PAUSE_SECONDS)
+        return False
 
     def _is_locked(self, found: StoredRecord) -> bool | None:
         """Returns None if the file system has no locks, or the file was replaced."""
@@ -246,6 +302,37 @@ def _read_at(directory: int | None, name: str) -> StoredRecord:
         os.close(fd)
 
 
+def _read_in(directory: _core.Directory, *, wait: bool = True) -> StoredRecord | None:
+    """Reads the record; None if there is none.
+
+    Args:
+        wait: wait for a record that a claim announces, because another host may have written it.
+    """
+    give_up = time.monotonic() + (0.0 if directory.is_local or not wait else _STALE_SECONDS)
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return _read_at(directory.fd, LEASE_NAME)
+        if time.monotonic() >= give_up or not any(map(_CLAIM_NAME.fullmatch, directory.names())):
+            return None
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _claim_of(epoch: int) -> str:
+    return f"{LEASE_NAME}.epoch-{epoch}"
+
+
+def _epoch_of_claim(name: str) -> int:
+    """Returns 0 if the name is not that of a claim."""
+    match = _CLAIM_NAME.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+def _remove_claims(directory: _core.Directory, before: int) -> None:
+    for name in directory.names():
+        if 0 < _epoch_of_claim(name) < before:
+            _remove(directory, name)
+
+
 def _stored(fd: int, data: bytes) -> StoredRecord:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -267,8 +354,12 @@ def _temporary(directory: _core.Directory) -> Iterator[tuple[str, int]]:
         yield name, fd
     finally:
         os.close(fd)
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=directory.fd)
+        _remove(directory, name)
+
+
+def _remove(directory: _core.Directory, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory.fd)
 
 
 @contextlib.contextmanager
