@@ -75,13 +75,14 @@ class Host:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        """Starts a process on this host. Its standard output is a pipe."""
+        """Starts a process on this host. Its standard input and output are pipes."""
         arguments = [str(self._mount), str(self.path), str(self._boot_id), self.name]
         unshare = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
         process = subprocess.Popen(
             [*unshare, "bash", "-c", _ENTER, "host", *arguments, *command],
             env=os.environ | ENVIRONMENT | environment,
             cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -134,13 +135,30 @@ class Cluster:
             for rank in range(size)
         ]
 
-    def run(self, work: Callable[..., object], *arguments: Any, ranks_per_host: int = 1) -> Any:
+    def run(
+        self,
+        work: Callable[..., object],
+        *arguments: Any,
+        ranks_per_host: int = 1,
+        patience: float = PATIENCE_SECONDS,
+    ) -> Any:
         """Runs ``work`` as :meth:`start` does. Returns the result of each rank.
 
         Raises:
             AssertionError: a rank has failed or does not end.
         """
-        return results_of(self.start(work, *arguments, ranks_per_host=ranks_per_host))
+        started = self.start(work, *arguments, ranks_per_host=ranks_per_host)
+        return results_of(started, patience)
+
+    def wait_for(self, name: str) -> None:
+        """Waits until ranks have set a key; see :func:`tests.cluster.work.store_of_test`."""
+        assert self._store is not None
+        self._store.wait([name])
+
+    def signal(self, name: str) -> None:
+        """Sets a key for which ranks wait."""
+        assert self._store is not None
+        self._store.set(name, "")
 
     def kill(self) -> None:
         """Kills the processes of all hosts."""
@@ -149,9 +167,11 @@ class Cluster:
         self._store = None
 
 
-def results_of(processes: Sequence[subprocess.Popen[str]]) -> list[Any]:
-    """Waits for ranks, and returns their results."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def results_of(
+    processes: Sequence[subprocess.Popen[str]], patience: float = PATIENCE_SECONDS
+) -> list[Any]:
+    """Waits for ranks, for at most ``patience`` seconds, and returns their results."""
+    deadline = time.monotonic() + patience
     results = []
     for rank, process in enumerate(processes):
         try:
@@ -213,6 +233,18 @@ def _sshfs(directory: Path, mounts: Sequence[Path]) -> Iterator[None]:
 
 
 @contextmanager
+def _one_disk(directory: Path, mounts: Sequence[Path]) -> Iterator[None]:
+    """Gives all hosts the same directory of this machine, whose locks all of them see."""
+    exported = directory / "exported"
+    exported.mkdir()
+    with ExitStack() as stack:
+        for mount in mounts:
+            subprocess.run(["mount", "--bind", str(exported), str(mount)], check=True)
+            stack.callback(subprocess.run, ["umount", "--lazy", str(mount)], check=False)
+        yield
+
+
+@contextmanager
 def _local(_directory: Path, _mounts: Sequence[Path]) -> Iterator[None]:
     """Gives each host a directory of its own."""
     yield
@@ -241,14 +273,14 @@ def _mounted(command: list[str], mount: Path, output: int, log: Path) -> Iterato
             process.wait()
 
 
-_KINDS = {"juicefs": _juicefs, "sshfs": _sshfs, "local": _local}
+_KINDS = {"juicefs": _juicefs, "sshfs": _sshfs, "one disk": _one_disk, "local": _local}
 
 
 def lacking(kind: str) -> str:
     """Returns what this machine lacks for hosts with a kind of file system; "" if nothing."""
     if os.geteuid() != 0:
         return "root"
-    if kind != "local" and not os.path.exists("/dev/fuse"):
+    if kind in ("juicefs", "sshfs") and not os.path.exists("/dev/fuse"):
         return "/dev/fuse"
     if kind == "juicefs" and program("juicefs") is None:
         return "juicefs"
@@ -262,7 +294,7 @@ def cluster(kind: str, directory: Path, hosts: int = 2) -> Iterator[Cluster]:
     """Starts hosts that share a file system, or have local ones, during a block.
 
     Args:
-        kind: "juicefs", "sshfs" or "local".
+        kind: "juicefs", "sshfs", "one disk" or "local".
         directory: an empty directory.
     """
     path = directory / "shared"

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
 from torch_ckpt import CheckpointManager, FileSystemReader, FileSystemWriter, ReadOptions
 from torch_ckpt._base.machine import boot_id
+from torch_ckpt.cli.host_doctor import diagnose_hosts
+from torch_ckpt.errors import RootInUse
 from torch_ckpt.steps import open_steps
 
 
@@ -102,8 +110,98 @@ def overwrite_and_load(path: str, times: int) -> list[str]:
     return errors
 
 
-def save_on_own_disks(root: str) -> list[str]:
-    """Returns the error of each API."""
+def leave_group() -> Callable[[str], None]:
+    """Turns each rank into a job of its own. Returns a function that waits until all jobs have
+    called it with the same name."""
+    store, ranks, rank = _get_default_store(), range(dist.get_world_size()), dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+
+    def wait_for_all(name: str) -> None:
+        store.set(f"{name} {rank}", "")
+        store.wait([f"{name} {each}" for each in ranks])
+
+    return wait_for_all
+
+
+def start_at_once(root: str) -> str:
+    """Starts a job on each rank at the same time. Returns "" for a job that can save, and the error
+    of another job."""
+    wait_for_all = leave_group()
+    wait_for_all("started")
+    try:
+        manager = CheckpointManager(f"{root}/run", interval=1)
+    except RootInUse as error:
+        wait_for_all("refused or saved")
+        return str(error)
+    with manager:
+        manager.save(1, {"t": torch.arange(10)})
+        manager.wait_until_finished()
+        wait_for_all("refused or saved")
+    return ""
+
+
+def save_to_one_directory(path: str, times: int) -> list[str]:
+    """Saves from a job on each rank to the same directory, again and again. Then each job loads.
+    Returns the errors of the job."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    wait_for_all = leave_group()
+    state = {f"{rank} {number}": torch.full((10_000,), float(rank)) for number in range(8)}
+    errors = []
+    try:
+        for _ in range(times):
+            torch_ckpt.save(state, path)
+    except BaseException as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    wait_for_all("saved")
+    with torch_ckpt.open(path) as checkpoint:
+        for name in checkpoint.names:
+            value = checkpoint.read(name)
+            if not torch.equal(value, torch.full((10_000,), float(name.split()[0]))):
+                errors.append(f"{name} has other values")
+        if len(checkpoint.names) != 8:
+            errors.append(f"{ranks} jobs were mixed: {checkpoint.names}")
+    return errors
+
+
+def store_of_test() -> dist.TCPStore:
+    """Connects to the store in which the test and the ranks set keys for each other."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def save_while_a_host_dies(root: str, timeout: float) -> list[Any]:
+    """Saves steps until the test has killed the other hosts. Returns the steps that were reported,
+    and the seconds and the error of the saves since then."""
+    store, errors = store_of_test(), []
+    manager = CheckpointManager(f"{root}/run", interval=1, timeout=timeout)
+    manager.save(1, {"model": state_of(1)})
+    manager.wait_until_finished()
+    store.set(f"rank {dist.get_rank()} has saved", "")
+    store.wait(["killed"])
+    begun = time.monotonic()
+    for step in (2, 3):
+        try:
+            manager.save(step, {"model": state_of(step)})
+        except BaseException as error:
+            errors.append(str(error))
+    try:
+        manager.close()
+    except BaseException as error:
+        errors.append(str(error))
+    seconds = time.monotonic() - begun
+    # The other ranks are dead, so nothing can be exchanged at the end.
+    print(json.dumps([seconds, errors]), flush=True)
+    os._exit(0)
+
+
+def diagnose(path: str) -> dict[str, str] | None:
+    """Returns the state of each check of the doctor."""
+    report = diagnose_hosts(path, measured_bytes=1 << 20)
+    return report and {check.what: check.state for check in report.checks}
+
+
+def save_on_own_disks(root: str) -> tuple[list[str], list[str]]:
+    """Returns the error of each API, and the files that the saves have left on this host."""
 
     def save_by_manager() -> None:
         with CheckpointManager(f"{root}/run", interval=1) as manager:
@@ -123,4 +221,4 @@ def save_on_own_disks(root: str) -> list[str]:
         except BaseException as error:
             errors.append(str(error))
         dist.barrier()
-    return errors
+    return errors, [str(path) for path in Path(root).rglob("*") if path.is_file()]

@@ -7,6 +7,7 @@ description in the command's own help. A command returns FINDING if it exits wit
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from torch_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch_ckpt.cli.doctor import DoctorReport
+    from torch_ckpt.cli.host_doctor import HostsReport
     from torch_ckpt.cli.store_doctor import StoreReport
     from torch_ckpt.steps import StepStore
 
@@ -228,22 +230,33 @@ def examine_directory(arguments: argparse.Namespace) -> ExitCode:
     Examine a directory: file system, free space, direct I/O, fsync latency, file locks, and the
     bandwidth of saves and loads with 1 to 8 threads. Recommend options, and check the assumptions
     that durability depends on. Examine a URL: the library and endpoint that serve it, latency and
-    bandwidth, permissions, conditions, clocks, and the lifecycle rules of the bucket. Deletes its
-    own files and objects afterwards. Exits with 1 if an assumption does not hold, and with 2 if the
-    directory is not writable, or if the store permits no request.
+    bandwidth, permissions, conditions, clocks, and the lifecycle rules of the bucket. Under
+    torchrun, examine a directory that several hosts share: how soon the other ranks see a change,
+    and whether locks exclude them. Deletes its own files and objects afterwards. Exits with 1 if an
+    assumption does not hold, and with 2 if the directory is not writable, or if the store permits
+    no request.
     """
     from torch_ckpt.cli import doctor, store_doctor
 
-    report: DoctorReport | StoreReport
+    report: DoctorReport | StoreReport | HostsReport | None
     with _refusals_reported(), _progress_bar(arguments, "measure") as progress:
         if (path := local_path(arguments.directory)) is None:
             count = arguments.size or store_doctor.DEFAULT_MEASURED
             report = store_doctor.diagnose_store(
                 arguments.directory, measured_bytes=count, progress=progress
             )
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # torchrun, or another launcher, has started this process as one of several ranks.
+            from torch_ckpt.cli import host_doctor
+
+            count = arguments.size or host_doctor.DEFAULT_MEASURED
+            with host_doctor.process_group():
+                report = host_doctor.diagnose_hosts(path, measured_bytes=count)
         else:
             count = arguments.size or doctor.DEFAULT_MEASURED
             report = doctor.diagnose(path, measured_bytes=count, progress=progress)
+    if report is None:  # rank 0 prints it
+        return ExitCode.SUCCESS
     return _print_report(report, arguments, is_finding=not report.ok)
 
 

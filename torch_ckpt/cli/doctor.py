@@ -117,7 +117,7 @@ class DoctorReport(Report):
         aligned = "no" if self.alignment is None else f"yes, aligned to {self.alignment} bytes"
         yield f"direct I/O: {aligned}"
         yield f"fsync: {self.fsync_ms:.2f} ms, commit: {self.commit_ms:.2f} ms"
-        yield f"locks: {'yes' if self.locks else 'no'}"
+        yield f"locks: {'yes, within this host' if self.locks else 'no'}"
         yield ""
         yield self._bandwidth_table()
         yield ""
@@ -333,8 +333,8 @@ def check_assumptions(report: DoctorReport) -> list[Assumption]:
         verdicts[5] = "holds", "for the ranks on this machine"
         verdicts[6] = "holds", "flock excluded a second file descriptor"
     else:
-        across = "their caches may differ, and flock may not work between them"
-        verdicts[5] = verdicts[6] = "unknown", f"if several machines share this {kind}, {across}"
+        across = "run torchrun -m torch_ckpt doctor on two of them"
+        verdicts[5] = verdicts[6] = "unknown", f"if several hosts share this {kind}, {across}"
     if not report.locks:
         verdicts[6] = "fails", "flock does not exclude a second file descriptor"
     return [Assumption(number, what, *verdicts[number]) for number, what in _ASSUMPTIONS.items()]

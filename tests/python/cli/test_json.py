@@ -16,10 +16,12 @@ from tests.commands import Run
 from tests.support import data_files, save, save_step
 from torch_ckpt.cli.arguments import build_parser
 from torch_ckpt.cli.completion import subcommands
+from torch_ckpt.cli.host_doctor import HostsReport
 from torch_ckpt.cli.output import print_json
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
 from torch_ckpt.inspection.verify import Damage, VerifyReport
 from torch_ckpt.steps import LocalSteps
+from torch_ckpt.stores.probe import Check
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "cli.md"
 
@@ -88,6 +90,11 @@ def test_doctor_of_a_url_prints_the_documented_shape(tmp_path: Path, run: Run) -
     assert shape_of(document) == documented()["doctor URL"]
 
 
+def test_doctor_of_hosts_prints_the_documented_shape() -> None:
+    report = HostsReport("path", ["a", "b"], 2, "nfs", checks=[Check("what", "holds", "why")])
+    assert shape_of(report.document()) == documented()["doctor HOSTS"]
+
+
 def test_show_prints_the_documented_shape(tmp_path: Path, run: Run) -> None:
     save({"a": torch.ones(5), "b": 3}, tmp_path / "sound", thread_count=1)
     save({"a": torch.ones(5)}, tmp_path / "damaged", thread_count=1)
@@ -127,7 +134,7 @@ def test_every_command_that_prints_facts_is_documented() -> None:
         for name, parser in subcommands(build_parser()).items()
         if any("--json" in action.option_strings for action in parser._actions)
     }
-    assert {name.removesuffix(" URL") for name in documented()} == with_json
+    assert {name.partition(" ")[0] for name in documented()} == with_json
 
 
 def test_values_that_json_lacks_become_strings(capsys: pytest.CaptureFixture[str]) -> None:
