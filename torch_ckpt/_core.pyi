@@ -566,6 +566,12 @@ class SafetensorsLayout:
         rank, an underscore, the file, and ``.parts``.
         """
 
+    def interleaves(self, coordinator: SaveCoordinator, hosts: list[str]) -> bool:
+        """True if ranks of several hosts would write to the same ranges of a file, in short runs.
+
+        ``hosts`` are the hosts of the ranks.
+        """
+
     def places_of_plan(self, coordinator: SaveCoordinator, offers: list[bytes]) -> list[bytes]:
         """The places of each rank's values, for ``FlatState.parts``.
 

@@ -23,7 +23,8 @@
 //     (lease.h).
 //  2. Each rank opens the new directory beneath the parent directory, and writes its parts of the
 //     tensors to their final places in the files (planning/safetensors_layout.h,
-//     engine/output_file.h). It fsyncs its files, then the directory.
+//     engine/output_file.h), or to temporary files from which one rank assembles each file
+//     (planning/object_files.h). It fsyncs its files, then the directory.
 //  3. Once all ranks have done so, the coordinator checks the size of each file, and writes its
 //     header. It writes the index, the other files such as config.json, and the checksums of all of
 //     these. It fsyncs each file, then the directory. A publication may then share files with

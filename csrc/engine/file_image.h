@@ -40,8 +40,8 @@ struct ImageItem {
 //   - this rank's parts of a file that several ranks write. The parts are packed in the order of the
 //     file, and for_each_segment() gives their places. An image has small gaps, so that a long run
 //     has the same alignment in the image as in the file, as direct I/O requires.
-//   - the same for a store, without gaps. If this rank has all parts of a file, its image is the
-//     complete file, which begins with a head.
+//   - the same without gaps, which is a file of its own. If this rank has all parts of a file, its
+//     image is the complete file, which begins with a head.
 class FileImage {
  public:
   /// Appends the bytes of `source`, without an archive.
@@ -49,7 +49,7 @@ class FileImage {
   /// Appends a torch.save record of one tensor whose storage is `source`.
   void add_tensor(const format::TensorHeader& header, staging::Source source);
 
-  /// Begins an image of parts for a store. The image begins with `head`.
+  /// Begins an image of parts that is a file of its own. The image begins with `head`.
   void pack(std::string head) {
     is_of_parts_ = is_packed_ = true;
     bytes_ = head.size();
@@ -76,6 +76,8 @@ class FileImage {
 
   /// True for parts of a file that several ranks write.
   bool is_of_parts() const { return is_of_parts_; }
+  /// True if the image is not the file, but its parts have places in the file.
+  bool is_scattered() const { return is_of_parts_ && !is_packed_; }
   const std::string& head() const { return head_; }
   const std::vector<ImageItem>& items() const { return items_; }
   /// Returns the first item that ends after a position in the image.

@@ -21,10 +21,10 @@ Result<> OutputFile::open(DirectIo direct_io) {
   const bool direct =
       direct_io == DirectIo::on || (direct_io == DirectIo::automatic && bytes_ >= kDirectMinBytes);
   const os::IoMode mode = direct ? os::IoMode::direct : os::IoMode::buffered;
-  auto file = image_.is_of_parts() ? directory->open_or_create(name_, mode)
-                                   : directory->create(name_, mode);
+  auto file = image_.is_scattered() ? directory->open_or_create(name_, mode)
+                                    : directory->create(name_, mode);
   if (!file) return file.error();
-  if (!image_.is_of_parts()) {
+  if (!image_.is_scattered()) {
     is_created_ = true;
     auto identity = file->identity();
     if (!identity) return identity.error();
@@ -38,13 +38,13 @@ Result<> OutputFile::open(DirectIo direct_io) {
     error.path = file->path();
     return error;
   }
-  if (image_.is_of_parts() && file->was_opened_direct()) {
+  if (image_.is_scattered() && file->was_opened_direct()) {
     auto edges = directory->open_or_create(name_, os::IoMode::buffered);
     if (!edges) return edges.error();
     edges_ = std::move(*edges);
   }
   if (auto reserved = file->reserve(bytes_); !reserved) return reserved;
-  if (image_.is_of_parts()) {
+  if (image_.is_scattered()) {
     // Where space cannot be reserved. A file that ends before a part that is written through the
     // page cache could lose the bytes of another rank in the same page.
     if (auto extended = file->truncate(bytes_); !extended) return extended;
@@ -165,7 +165,7 @@ bool OutputFile::is_collective(std::uint64_t offset, std::size_t bytes) const {
 
 Result<std::uint64_t> OutputFile::write(const staging::Chunk& chunk, std::size_t bytes,
                                         std::uint64_t offset, std::uint64_t written) {
-  if (!image_.is_of_parts()) {
+  if (!image_.is_scattered()) {
     if (auto done = write_image(chunk, bytes, offset); !done) return done.error();
     return bytes;
   }
@@ -234,7 +234,7 @@ Result<> OutputFile::finish(bool sync, Timing& timing) {
       return closed;
     }
   }
-  if (file.was_opened_direct() && !image_.is_of_parts()) {
+  if (file.was_opened_direct() && !image_.is_scattered()) {
     if (auto cut = file.truncate(bytes_); !cut) return cut;
   }
   if (sync) {

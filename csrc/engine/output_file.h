@@ -26,7 +26,7 @@ struct SharedFile {
   // Collects short runs; nullptr: each rank writes its own.
   std::shared_ptr<CollectiveBuffer> collective = nullptr;
   std::uint32_t number = 0;  // in the collective buffer
-  // In a store: the image is packed, and begins with `head`.
+  // The image is a file of its own, and begins with `head`.
   bool is_packed = false;
   std::string head = {};
 };
@@ -38,14 +38,14 @@ struct SharedFile {
 // time.
 class OutputFile {
  public:
-  /// `folder`, `name` and `image` must outlive the OutputFile. shared: used if the image has
-  /// only parts of the file.
+  /// `folder`, `name` and `image` must outlive the OutputFile. shared: used if the image is
+  /// scattered.
   OutputFile(const Folder& folder, const std::string& name, const FileImage& image,
              const SharedFile& shared)
       : folder_(folder),
         name_(name),
         image_(image),
-        bytes_(image.is_of_parts() ? shared.bytes : image.bytes()),
+        bytes_(image.is_scattered() ? shared.bytes : image.bytes()),
         collective_(shared.collective.get()),
         number_(shared.number) {}
 

@@ -20,6 +20,13 @@ struct Cluster {
   bool has_other_ranks = false;
 };
 
+/// Sorts parts by their places. Removes empty parts.
+void sort_by_place(std::vector<FilePart>& parts) {
+  std::erase_if(parts, [](const FilePart& part) { return part.begin >= part.end; });
+  std::ranges::sort(parts, {},
+                    [](const FilePart& part) { return std::pair(part.file, part.begin); });
+}
+
 }  // namespace
 
 // address := machine process:u64 descriptor:u32 device:u64 number:u64 born_s:u64 born_ns:u32
@@ -113,9 +120,7 @@ std::vector<std::shared_ptr<const CollectiveRanges>> choose_collective_ranges(
       ranges.push_back(cluster.range);
     }
   };
-  std::erase_if(parts, [](const FilePart& part) { return part.begin >= part.end; });
-  std::ranges::sort(parts, {},
-                    [](const FilePart& part) { return std::pair(part.file, part.begin); });
+  sort_by_place(parts);
   Cluster cluster;
   for (const FilePart& part : parts) {
     const bool is_long = part.run_bytes >= kLongRunBytes;
@@ -144,6 +149,27 @@ std::vector<std::shared_ptr<const CollectiveRanges>> choose_collective_ranges(
     if (!ranges->ranges.empty()) of_rank[rank] = ranges;
   }
   return of_rank;
+}
+
+bool are_interleaved(std::vector<FilePart> parts, std::span<const std::string> hosts) {
+  sort_by_place(parts);
+  // The parts whose ranges overlap.
+  CollectiveRanges::Range range;
+  std::size_t first = 0;
+  bool has_short_runs = false;
+  bool has_other_hosts = false;
+  for (const FilePart& part : parts) {
+    if (part.file != range.file || part.begin >= range.end) {
+      range = {part.file, part.begin, part.end};
+      first = part.rank;
+      has_short_runs = has_other_hosts = false;
+    }
+    range.end = std::max(range.end, part.end);
+    has_short_runs = has_short_runs || part.run_bytes < kLongRunBytes;
+    has_other_hosts = has_other_hosts || hosts[part.rank] != hosts[first];
+    if (has_short_runs && has_other_hosts) return true;
+  }
+  return false;
 }
 
 }  // namespace torch_ckpt::planning

@@ -65,4 +65,9 @@ Result<os::MemoryFile::Address> decode_address(std::string_view bytes);
 std::vector<std::shared_ptr<const CollectiveRanges>> choose_collective_ranges(
     std::vector<FilePart> parts, std::span<const std::optional<os::MemoryFile::Address>> offers);
 
+/// Returns true if ranks of several hosts write parts whose ranges overlap, and one of these parts
+/// has short runs. Shared file systems are slow then, because the hosts take turns for each block.
+/// parts: of all ranks; they do not share bytes. hosts: the host of each rank.
+bool are_interleaved(std::vector<FilePart> parts, std::span<const std::string> hosts);
+
 }  // namespace torch_ckpt::planning

@@ -13,8 +13,9 @@
 
 namespace torch_ckpt::planning {
 
-// The assembly of a file in a store, of which several ranks have parts. Each of these ranks has
-// stored its parts of the file as one object, packed in the order of the file.
+// The assembly of a file of which several ranks have parts. Each of these ranks has stored its
+// parts of the file as one object, packed in the order of the file. Objects are in a store, or are
+// files in a directory.
 class FileAssembly {
  public:
   /// A part of a tensor in an object.

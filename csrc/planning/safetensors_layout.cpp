@@ -227,28 +227,36 @@ std::vector<std::vector<OwnedPart>> owned_parts_of(const GlobalPlan& plan) {
   return parts;
 }
 
+std::vector<FilePart> file_parts_of(const SafetensorsLayout& layout,
+                                    std::span<const std::vector<OwnedPart>> parts) {
+  std::vector<FilePart> of_files;
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    for (const OwnedPart& part : parts[rank]) {
+      const SafeTensor& tensor = layout.tensors()[part.tensor];
+      const auto [file, begin] = layout.places()[part.tensor];
+      const auto runs =
+          BoxRuns::of(tensor.sizes, part.offsets, part.sizes, tensor.dtype->item_bytes);
+      if (!runs) continue;
+      of_files.push_back(
+          {rank, file, begin + runs->begin(), begin + runs->end(), runs->run_bytes()});
+    }
+  }
+  return of_files;
+}
+
 std::vector<RankPlaces> RankPlaces::of(
     const SafetensorsLayout& layout, std::span<const std::vector<OwnedPart>> parts,
     std::span<const std::optional<os::MemoryFile::Address>> offers) {
   std::vector<RankPlaces> places(parts.size());
-  std::vector<FilePart> of_files;
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
     for (const SafetensorsLayout::File& file : layout.files()) {
       places[rank].files.push_back({file.name, file.bytes});
     }
     for (const OwnedPart& part : parts[rank]) {
-      const SafeTensor& tensor = layout.tensors()[part.tensor];
-      const SafetensorsLayout::Place place = layout.places()[part.tensor];
-      places[rank].places.push_back(place);
-      // The rank itself refuses a part that does not lie within the tensor.
-      const auto runs =
-          BoxRuns::of(tensor.sizes, part.offsets, part.sizes, tensor.dtype->item_bytes);
-      if (!runs) continue;
-      of_files.push_back({rank, place.file, place.begin + runs->begin(), place.begin + runs->end(),
-                          runs->run_bytes()});
+      places[rank].places.push_back(layout.places()[part.tensor]);
     }
   }
-  const auto collective = choose_collective_ranges(std::move(of_files), offers);
+  const auto collective = choose_collective_ranges(file_parts_of(layout, parts), offers);
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
     places[rank].collective = collective[rank];
   }

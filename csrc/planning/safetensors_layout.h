@@ -107,6 +107,11 @@ struct OwnedPart {
 /// the tensors in the order of the plan's names.
 std::vector<std::vector<OwnedPart>> owned_parts_of(const GlobalPlan& plan);
 
+/// Returns the bytes of the files that each part occupies. parts: of each rank. Leaves out a part
+/// that does not lie within its tensor, which the rank itself refuses.
+std::vector<FilePart> file_parts_of(const SafetensorsLayout& layout,
+                                    std::span<const std::vector<OwnedPart>> parts);
+
 /// The files of which a rank writes parts, and the places of the tensors, in the order of the parts
 /// that it owns.
 struct RankPlaces {
@@ -120,7 +125,7 @@ struct RankPlaces {
   std::vector<SafetensorsLayout::Place> places;
   // Ranges that this rank writes together with others; nullptr if there are none.
   std::shared_ptr<const CollectiveRanges> collective = nullptr;
-  // True for objects in a store (planning/object_files.h).
+  // True for files that hold only this rank's parts (planning/object_files.h).
   bool are_packed = false;
 
   /// Returns the places for each rank. parts: of each rank. offers: see choose_collective_ranges().

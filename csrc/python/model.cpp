@@ -103,6 +103,12 @@ py::list encoded_places(const SafetensorsLayout& layout,
                  [](const planning::RankPlaces& places) { return py::bytes(places.encode()); });
 }
 
+bool interleaves(const SafetensorsLayout& layout, const planning::SaveCoordinator& coordinator,
+                 const std::vector<std::string>& hosts) {
+  const auto parts = planning::owned_parts_of(coordinator.plan());
+  return planning::are_interleaved(planning::file_parts_of(layout, parts), hosts);
+}
+
 py::list places_of_plan(const SafetensorsLayout& layout,
                         const planning::SaveCoordinator& coordinator,
                         const std::vector<py::bytes>& offers) {
@@ -347,6 +353,7 @@ void bind_model(py::module_& module) {
           "index", [](const SafetensorsLayout& layout) { return py::bytes(layout.index()); })
       .def("checksums", &checksums_of, py::arg("extras"), py::arg("written"))
       .def("object_files", &object_files, py::arg("coordinator"), py::arg("prefix"))
+      .def("interleaves", &interleaves, py::arg("coordinator"), py::arg("hosts"), NoGil())
       .def("places_of_plan", &places_of_plan, py::arg("coordinator"), py::arg("offers"))
       .def("places_of_parts", &places_of_parts, py::arg("parts"), py::arg("offers"));
   py::class_<os::MemoryFile>(module, "MemoryFile")

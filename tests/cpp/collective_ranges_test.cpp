@@ -140,5 +140,41 @@ TEST(CollectiveRanges, ThatAreIncompleteOrOverlapAreRefused) {
   }
 }
 
+const std::vector<std::string> kTwoHosts{"a", "b"};
+
+TEST(InterleavedParts, AreColumnsOfRanksOnSeveralHosts) {
+  EXPECT_TRUE(are_interleaved(columns({0, 1}, 0, kMiB), kTwoHosts));
+}
+
+TEST(InterleavedParts, AreNotColumnsOfRanksOnOneHost) {
+  EXPECT_FALSE(are_interleaved(columns({0, 1}, 0, kMiB), std::vector<std::string>{"a", "a"}));
+}
+
+TEST(InterleavedParts, AreNotRows) {
+  const std::vector<FilePart> rows{{0, 0, 0, kMiB, kMiB}, {1, 0, kMiB, 2 * kMiB, kMiB}};
+  EXPECT_FALSE(are_interleaved(rows, kTwoHosts));
+}
+
+TEST(InterleavedParts, AreNotWideColumns) {
+  EXPECT_FALSE(are_interleaved(columns({0, 1}, 0, kMiB, kLongRunBytes), kTwoHosts));
+}
+
+TEST(InterleavedParts, AreNotTensorsOfOneHostEach) {
+  const auto parts = columns({0, 2}, 0, kMiB) + columns({1, 3}, kMiB, 2 * kMiB);
+  const std::vector<std::string> hosts{"a", "b", "a", "b"};
+  EXPECT_FALSE(are_interleaved(parts, hosts));
+}
+
+TEST(InterleavedParts, AreNotInDifferentFiles) {
+  std::vector<FilePart> parts = columns({0, 1}, 0, kMiB);
+  parts[1].file = 1;
+  EXPECT_FALSE(are_interleaved(parts, kTwoHosts));
+}
+
+TEST(InterleavedParts, MayHaveShortRunsOnOneHostOnly) {
+  const std::vector<FilePart> parts{{0, 0, 0, kMiB, kMiB}, {1, 0, 4096, 2 * kMiB, kShort}};
+  EXPECT_TRUE(are_interleaved(parts, kTwoHosts));
+}
+
 }  // namespace
 }  // namespace torch_ckpt::planning

@@ -1,31 +1,87 @@
-"""Assembles a file in a store from objects that several ranks have stored.
+"""Assembles a file from objects that several ranks have stored.
 
-The file is uploaded in windows of one part each. Threads read the ranges of the objects that a
+The file is written in windows of one part each. Threads read the ranges of the objects that a
 window consists of, and copy them to their places (csrc/planning/object_files.h). A window's memory
-is free when the upload has sent it; then the next window is begun.
+is free when the window is written; then the next window is begun.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from torch_ckpt import _core
-from torch_ckpt.stores import ObjectStore, part_bytes, parts_in_flight
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.publishing import new_file
+from torch_ckpt.checkpoint.shared_directory import NETWORK_SECONDS, PAUSE_SECONDS
+from torch_ckpt.stores import part_bytes, parts_in_flight
 
 # Number of threads that read, and the size of the ranges.
 _READERS, _RANGE_BYTES = 4, 8 << 20
 
 
+class Files(Protocol):
+    """The calls of a store that an assembly makes; see :class:`torch_ckpt.stores.ObjectStore`."""
+
+    def put(self, name: str, parts: Iterable[memoryview], bytes: int) -> object: ...
+    def read_range(self, name: str, offset: int, bytes: int) -> memoryview: ...
+
+
+class DirectoryFiles:
+    """The files of a directory that several hosts share.
+
+    Args:
+        directory: the directory.
+        sync: fsync each file that is written.
+    """
+
+    def __init__(self, directory: OpenDirectory, sync: bool) -> None:
+        self._directory = directory
+        self._sync = sync
+
+    def put(self, name: str, parts: Iterable[memoryview], bytes: int) -> None:
+        with new_file(os.path.join(self._directory.path, name), sync=self._sync) as file:
+            for part in parts:
+                file.write(part)
+                # Another window may be begun only if the memory of this one is free.
+                del part
+
+    def read_range(self, name: str, offset: int, bytes: int) -> memoryview:
+        """Reads a range. Waits for a file that this host does not see yet, or not completely."""
+        give_up = time.monotonic() + NETWORK_SECONDS
+        while True:
+            try:
+                data = self._read(name, offset, bytes)
+            except FileNotFoundError:
+                if time.monotonic() >= give_up:
+                    raise
+            else:
+                if len(data) == bytes:
+                    return memoryview(data)
+                if time.monotonic() >= give_up:
+                    path = os.path.join(self._directory.path, name)
+                    raise OSError(errno.EIO, f"read failed: the file ends at {len(data)}", path)
+            time.sleep(PAUSE_SECONDS)
+
+    def _read(self, name: str, offset: int, count: int) -> bytes:
+        with open(name, "rb", opener=self._directory.open_for_read) as file:
+            file.seek(offset)
+            return file.read(count)
+
+
 def assemble(
-    store: ObjectStore,
+    store: Files,
     file: _core.FileAssembly,
     max_host_bytes: int | None,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Uploads a file that is assembled from objects.
+    """Writes a file that is assembled from objects.
 
     Args:
         max_host_bytes: memory for the windows; at least one window is used. None means enough for
@@ -34,7 +90,7 @@ def assemble(
             sent.
 
     Raises:
-        OSError: an object cannot be read, or the file cannot be uploaded. Nothing is stored.
+        OSError: an object cannot be read, or the file cannot be written.
     """
     windows = _Windows(store, file, max_host_bytes, on_bytes)
     try:
@@ -59,7 +115,7 @@ class _Windows(Iterator[memoryview]):
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: Files,
         file: _core.FileAssembly,
         max_host_bytes: int | None,
         on_bytes: Callable[[int], None],

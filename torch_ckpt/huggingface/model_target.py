@@ -6,16 +6,21 @@ steps of a save to a directory:
 1. The coordinator lays out the files from the plan of all ranks. Names, dtypes and sizes determine
    every offset (csrc/planning/safetensors_layout.h).
 2. Each rank receives the places of its tensors, and writes its parts there. No rank holds more than
-   its own shards, and nothing is consolidated afterwards. Ranges of which several ranks of a
-   machine write short runs are collected in shared memory (csrc/engine/collective_buffer.h).
-3. The coordinator completes and publishes the directory. csrc/directory/model_save.h has the
+   its own shards. Ranges of which several ranks of a machine write short runs are collected in
+   shared memory (csrc/engine/collective_buffer.h).
+3. If ranks of several hosts would write short runs to the same ranges, each rank writes its parts
+   to a temporary file of its own instead. When all ranks have done so, one rank assembles each file
+   (assembly.py), so that no two hosts write to one file.
+4. The coordinator completes and publishes the directory. csrc/directory/model_save.h has the
    protocol.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,6 +37,7 @@ from torch_ckpt.checkpoint.dtypes import parse_dtype
 from torch_ckpt.checkpoint.publishing import new_file
 from torch_ckpt.checkpoint.shared_directory import Probe, View, wait_for
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.huggingface.assembly import DirectoryFiles, assemble
 from torch_ckpt.huggingface.transformers_config import CONFIG_NAME, Config
 from torch_ckpt.loading.renaming import Rename, new_names
 from torch_ckpt.options import WriteOptions
@@ -193,6 +199,7 @@ class ModelTarget(Target):
         require_instance("format", format, Safetensors)
         super().__init__(path, options)
         self.layout: _core.SafetensorsLayout | None = None
+        self._counting = threading.Lock()
         self._format = format
         dtype = format.dtype
         assert dtype is None or isinstance(dtype, torch.dtype)
@@ -248,6 +255,18 @@ class ModelTarget(Target):
             f"dtype={form.dtype}, rename={rename}, metadata={form.metadata}, copies={copied}"
         )
 
+    def count(self, bytes: int) -> None:
+        """Counts bytes that the target has moved. Called by several threads."""
+        with self._counting:
+            self.bytes_moved += bytes
+
+    def tables(self, written: list[Written]) -> list[dict[str, bytes]]:
+        """Returns the encoded checksums that each rank has sent, by file of the layout."""
+        return [
+            {_file_of(name): table for name, table in of_rank.files.tables.items()}
+            for of_rank in written
+        ]
+
     def _layout_of(self, plan: AgreedPlan, tag: str = "") -> _core.SafetensorsLayout:
         """Lays out the files, on the coordinator.
 
@@ -285,6 +304,11 @@ class LocalModelTarget(ModelTarget):
         self._directory: OpenDirectory | None = None
         self._save: NewDirectory | None = None
         self._memory: _core.MemoryFile | None = None
+        # The new directory, the files that this rank assembles, and, on the coordinator, the
+        # temporary files of all ranks.
+        self._new: OpenDirectory | None = None
+        self._assemblies: list[_core.FileAssembly] = []
+        self._temporaries: list[str] = []
 
     def open(self, rank: int, ranks: int) -> Opened:
         self.discard()
@@ -307,20 +331,31 @@ class LocalModelTarget(ModelTarget):
 
         Returns:
             For each rank: the directory's name, its temporary name with the coordinator's view of
-            the parent directory, and the places of the tensors.
+            the parent directory, the places of the tensors, and the files that the rank assembles.
 
         Raises:
             CheckpointError: the files cannot hold a value.
             FileExistsError: the directory exists and must not be replaced.
         """
-        require_one_target(opened)
+        has_several_hosts = require_one_target(opened)
         assert self._directory is not None
-        self.layout = self._layout_of(plan)
+        self.layout = layout = self._layout_of(plan)
         self._save = self.new_directory()
         created = Probe(self._save.temporary, View.of(self._directory))
-        names = b"%b\0%b\0" % (self._save.name.encode(), created.encode())
-        offers = [one.memory for one in opened]
-        return [names + places for places in self.layout.places_of_plan(plan.coordinator, offers)]
+        hosts = [one.directory.mounts for one in opened]
+        coordinator = plan.coordinator
+        assemblies: Sequence[list[bytes]] = [[]] * len(opened)
+        self.assembles = (
+            has_several_hosts
+            and not self._directory.is_local
+            and layout.interleaves(coordinator, hosts)
+        )
+        if self.assembles:
+            places, assemblies, self._temporaries = layout.object_files(coordinator, ".parts_")
+        else:
+            places = layout.places_of_plan(coordinator, [one.memory for one in opened])
+        names = self._save.name, created.encode()
+        return [pickle.dumps((*names, *own)) for own in zip(places, assemblies, strict=True)]
 
     def new_directory(self) -> NewDirectory:
         """Creates the directory under a temporary name, on the coordinator."""
@@ -333,12 +368,22 @@ class LocalModelTarget(ModelTarget):
     ) -> tuple[OpenDirectory, str, _C.SaveSources]:
         parent = self._directory
         assert parent is not None
-        name, created, places = layout.split(b"\0", 2)
-        self.path = str(self._parent / name.decode())
+        name, created, places, assemblies = pickle.loads(layout)
+        self.path = str(self._parent / name)
+        self._assemblies = [_core.FileAssembly(encoded) for encoded in assemblies]
         temporary, view = Probe.decode(created)
         with self.busy():
             directory = wait_for(lambda: parent.open_directory(temporary), parent, view, self._rank)
+        self._new = directory
         return directory, "", state.parts(items, places, self._dtype)
+
+    def assemble(self) -> None:
+        assert self._new is not None
+        files = DirectoryFiles(self._new, self.options.sync_files)
+        for file in self._assemblies:
+            assemble(files, file, self.options.max_host_bytes, self.count)
+        if self.options.sync_files:
+            self._new.sync()
 
     def write_file(self, name: str, pieces: Iterator[memoryview], bytes: int) -> None:
         assert self._save is not None
@@ -351,7 +396,10 @@ class LocalModelTarget(ModelTarget):
         save, layout = self._save, self.layout
         assert save is not None
         assert layout is not None
-        self.complete(save, layout, [of_rank.files.tables for of_rank in written])
+        if self._temporaries:
+            assert self._new is not None
+            _core.remove_files(self._new, self._temporaries)
+        self.complete(save, layout, self.tables(written))
         self._save = None
         save.publish(self.options.sync_files)
         return b""
@@ -371,9 +419,15 @@ class LocalModelTarget(ModelTarget):
 
     def discard(self) -> None:
         save = self._save
-        self._save = self.layout = self._directory = self._memory = None
+        self._save = self.layout = self._directory = self._memory = self._new = None
+        self._assemblies, self._temporaries = [], []
         if save is not None:
             save.discard()
+
+
+def _file_of(name: str) -> str:
+    """Returns the name of the file of which a temporary object or file has parts."""
+    return name.split("_", 2)[2].removesuffix(".parts") if name.startswith(".") else name
 
 
 def _is_unicode(text: object) -> bool:

@@ -41,7 +41,6 @@ import json
 import os
 import pickle
 import re
-import threading
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,7 +103,6 @@ class ObjectModelTarget(ModelTarget):
             check_name(name)
         self._folder: ObjectFolder | None = None
         self._assemblies: list[_core.FileAssembly] = []
-        self._lock = threading.Lock()
         # Set on the coordinator.
         self._save: ModelObjects | None = None
 
@@ -145,11 +143,7 @@ class ObjectModelTarget(ModelTarget):
 
     def assemble(self) -> None:
         for file in self._assemblies:
-            assemble(self._store, file, self.options.max_host_bytes, self._count)
-
-    def _count(self, bytes: int) -> None:
-        with self._lock:
-            self.bytes_moved += bytes
+            assemble(self._store, file, self.options.max_host_bytes, self.count)
 
     def undo(self, written: Written) -> None:
         assert self._folder is not None
@@ -163,12 +157,8 @@ class ObjectModelTarget(ModelTarget):
         save, layout = self._save, self.layout
         assert save is not None
         assert layout is not None
-        tables = [
-            {_file_of(name): table for name, table in of_rank.files.tables.items()}
-            for of_rank in written
-        ]
         with self.busy():
-            self.complete(save, layout, tables)
+            self.complete(save, layout, self.tables(written))
         return b""
 
     def complete(
@@ -486,8 +476,3 @@ def _delete_or_warn(store: ObjectStore, names: list[str]) -> None:
         store.within(CLEANUP_SECONDS).delete(names)
     except OSError as error:
         warn(f"{store.root.url}: objects of a failed save may remain: {error}")
-
-
-def _file_of(name: str) -> str:
-    """Returns the name of the file that has the parts in an object."""
-    return name.split("_", 2)[2].removesuffix(".parts") if name.startswith(".") else name

@@ -70,11 +70,13 @@ class Reply(NamedTuple):
         plan: the reply to the rank's plan; None if all ranks must send their parts.
         layout: the rank's part of the target's layout.
         differing: description of the values that differ between ranks, if they were compared.
+        assembles: see :attr:`Target.assembles`.
     """
 
     plan: bytes | None
     layout: bytes = b""
     differing: str = ""
+    assembles: bool = False
 
 
 class SaveRun:
@@ -152,7 +154,7 @@ class SaveRun:
                 reply, _ = ranks.exchange("plan", again, self._assign)
             with ranks.alive(self.moved):
                 step, write = "write", lambda: self._write_items(reply)
-                if self._target.assembles:
+                if reply.assembles:
                     written = ranks.run("write", write)
                     step, write = "assemble", lambda: self._assemble(*written)
                 seal, _ = ranks.exchange(step, write, self._commit, self._target.undo)
@@ -222,7 +224,7 @@ class SaveRun:
         return Answers(
             made.setdefault(reply, reply)
             for plan, layout in zip(replies, layouts, strict=True)
-            for reply in [Reply(plan, layout, differing)]
+            for reply in [Reply(plan, layout, differing, self._target.assembles)]
         )
 
     def _compare_replicas(self) -> str:

@@ -7,8 +7,8 @@ A save calls a target in this order (saving/run.py):
 3. :meth:`Target.files`, on all ranks. The engine then writes the files.
 4. :meth:`Target.written`, on all ranks, when the files are durable. If another rank has failed,
    :meth:`Target.undo`.
-5. If :attr:`Target.assembles`, :meth:`Target.assemble`, on all ranks, when step 4 has ended on all
-   ranks.
+5. If :attr:`Target.assembles` on the coordinator, :meth:`Target.assemble`, on all ranks, when step
+   4 has ended on all ranks.
 6. :meth:`Target.commit`, on the coordinator, when the files of all ranks are durable.
 7. :meth:`Target.discard`, on all ranks, at the end of each save. Before the commit, the
    coordinator's call removes the files of all ranks.
@@ -64,7 +64,8 @@ class Target:
 
     #: True if each save to such a target can be compared with the previous one.
     finds_unchanged = True
-    #: True if ranks assemble files from what other ranks have written.
+    #: True if ranks assemble files from what other ranks have written. Read on the coordinator
+    #: after :meth:`lay_out`.
     assembles = False
 
     def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:
