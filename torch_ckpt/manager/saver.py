@@ -38,7 +38,7 @@ from torch_ckpt._base.formatting import size
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.version import __version__
 from torch_ckpt.checkpoint.opened import Checkpoint
-from torch_ckpt.errors import CheckpointError, OnCommitFailed
+from torch_ckpt.errors import CheckpointError, OnCommitFailed, RootInUse
 from torch_ckpt.events import Event
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.exports import Exports
@@ -499,11 +499,28 @@ class Saver:
             self.deletions.after_commit(step, clean_up)
 
     def _failed(self, step: int, error: BaseException, seconds: float) -> None:
+        error = self._lost_lease(error) or error
         self._count(error)
         self._has_dead_ranks = self._has_dead_ranks or bool(dead_ranks(error))
         self.timeline.failed(step)
         message = f"step {step} could not be saved: {causes(error)}"
         self.run.report(Event("save_failed", step, self.run.rank, seconds, message=message))
+
+    def _lost_lease(self, error: BaseException) -> RootInUse | None:
+        """Returns the error of a lost lease, on rank 0: the run that has taken the root may have
+        removed the files of the save, so the save's own error does not name the cause."""
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        is_known = any(isinstance(cause, RootInUse) for cause, _stack in failures)
+        if self.run.rank != 0 or self.is_closed or is_known or isinstance(error, RootInUse):
+            return None
+        try:
+            self.run.lease.require()
+        except RootInUse as lost:
+            lost.__cause__ = error
+            return lost
+        except OSError:
+            pass
+        return None
 
     def _count(self, error: BaseException) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from errno import EROFS
@@ -28,9 +29,31 @@ from tests.managers import (
 )
 from tests.support import cause_of
 from torch_ckpt import CheckpointError, CheckpointManager, SourceChanged
-from torch_ckpt.errors import NotCommitted
+from torch_ckpt.errors import NotCommitted, RootInUse
 from torch_ckpt.events import Event
 from torch_ckpt.manager import Preemption, SaveOptions
+
+
+def test_a_save_that_fails_after_a_takeover_names_the_run_that_has_the_root(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make()
+    monkeypatch.setattr(made._store, "patience", 0.0)
+
+    def require() -> None:
+        raise RootInUse("process 7 has taken over this root")
+
+    with held("files are written") as gate:
+        train(made, [1], Training())
+        gate.wait()
+        # The other run has swept the directory of the save.
+        [unfinished] = tmp_path.glob("**/*.tmp-*")
+        shutil.rmtree(unfinished)
+        monkeypatch.setattr(made._saver.run.lease, "require", require)
+        gate.open()
+        with pytest.raises(RootInUse, match="process 7 has taken over this root"):
+            made.wait_until_finished()
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("how", ["save", "wait_until_finished", "check_for_errors", "close"])
