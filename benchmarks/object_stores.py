@@ -10,9 +10,9 @@ with a delay for each round trip and ``--rate`` megabytes a second for each conn
 
 Each round starts a server with empty volumes and warms up with 64 MiB. Then the contenders take
 turns, in the same processes. Each rank has its part of the bytes. Seconds are those of the slowest
-rank, CPU seconds those of rank 0. The ratios are medians
-over the rounds of the time of a contender divided by ours, so more than 1 means that torch_ckpt is
-faster. Memory is the growth of the peak during one operation in a fresh process.
+rank, CPU seconds those of rank 0. The ratios are medians over the rounds of the time of a contender
+divided by ours, so more than 1 means that torch_ckpt is faster. Memory is the growth of the peak
+during one operation in a fresh process.
 
 With one rank, also ``async_save`` to the URL and to a directory: the time until the call returns,
 and the longest gap between two steps of a Python thread that only counts, during the upload and

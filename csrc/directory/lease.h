@@ -57,10 +57,9 @@
 //     remove_own follows rules b and c for them as well.
 //  f. A save whose lease has ended does not commit: its files may have been removed.
 //  g. If other hosts may use the directory (Directory::is_local() is false), the file system may
-//  hide
-//     their locks. So all names of data files get a tag, and removing a file also requires that the
-//     save has written it, that the metadata which the save has replaced names it, or that it is an
-//     hour older than the newest file of the directory.
+//     hide their locks. So all names of data files get a tag, and removing a file also requires
+//     that the save has written it, that the metadata which the save has replaced names it, or that
+//     it is an hour older than the newest file of the directory.
 //
 // The locks of a dead process are released only after all children that it forked while holding
 // them have ended. On a file system without locks, files can be removed only under rule a.

@@ -21,8 +21,8 @@
 namespace torch_ckpt::os {
 namespace {
 
-// Types of local file systems, as statfs(2) reports them. The type of ext4 is that of ext2 and
-// ext3. FUSE is missing, because most of its file systems are on a network.
+// Types of local file systems, as statfs(2) reports them. ext2, ext3 and ext4 have the same type.
+// The list does not have FUSE, because most FUSE file systems are on a network.
 constexpr std::array<std::uint32_t, 18> kLocalTypes{
     0xca451a4e,  // bcachefs
     0x9123683e,  // btrfs

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.cluster import work
-from tests.cluster.hosts import Cluster, cluster, lacking, results_of
+from tests.cluster.hosts import Cluster, results_of
 
 # A host begins with copies of all mounts, so tests that mount images must not run meanwhile.
 pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 SHARED = ["juicefs", "sshfs"]
-
-
-@pytest.fixture
-def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
-    """Two hosts; the parameter is the kind of their file system."""
-    if missing := lacking(request.param):
-        pytest.skip(f"this machine lacks {missing}")
-    with cluster(request.param, tmp_path) as started:
-        yield started
 
 
 @pytest.mark.parametrize("hosts", ["local"], indirect=True)

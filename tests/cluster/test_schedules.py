@@ -11,14 +11,13 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.hosts import Cluster, cluster, lacking
+from tests.cluster.hosts import Cluster
 from tests.sweeps import SEED, TORTURE
 
 pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(7200 if TORTURE else 900)]
@@ -206,15 +205,6 @@ class Driver:
         reply = self._ask(host, do="end")
         assert "ended" in reply, reply
         self.model.ends(host)
-
-
-@pytest.fixture
-def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
-    """Two hosts; the parameter is the kind of their file system."""
-    if missing := lacking(request.param):
-        pytest.skip(f"this machine lacks {missing}")
-    with cluster(request.param, tmp_path) as started:
-        yield started
 
 
 @pytest.mark.parametrize("hosts", ["juicefs", "one disk"], indirect=True)

@@ -49,6 +49,23 @@ LOCAL_SECONDS, NETWORK_SECONDS = 5.0, 30.0
 STALE_SECONDS, PAUSE_SECONDS = 30.0, 0.1
 
 
+def create_if_absent(directory: OpenDirectory, name: str) -> bool:
+    """Creates an empty file. Returns False if there is an entry of this name.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    try:
+        os.close(os.open(name, flags, 0o666, dir_fd=directory.fd))
+    except OSError as error:
+        # sshfs reports EPERM if the file exists.
+        if not isinstance(error, FileExistsError) and not directory.contains(name):
+            raise
+        return False
+    return True
+
+
 class View(NamedTuple):
     """A directory as a process sees it.
 
@@ -93,7 +110,7 @@ class Probe(NamedTuple):
     def create(cls, directory: OpenDirectory) -> Probe:
         """Creates a probe, on the coordinator."""
         name = f"{_core.metadata_name(None)}.tmp-{uuid.uuid4().hex}"
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         os.close(os.open(name, flags, 0o666, dir_fd=directory.fd))
         return cls(name, View.of(directory))
 

@@ -21,7 +21,13 @@ import torch.distributed as dist
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.shared_directory import NETWORK_SECONDS, PAUSE_SECONDS, View, wait_for
+from torch_ckpt.checkpoint.shared_directory import (
+    NETWORK_SECONDS,
+    PAUSE_SECONDS,
+    View,
+    create_if_absent,
+    wait_for,
+)
 from torch_ckpt.cli.timing import median_ms_of, seconds_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.stores.probe import Check
@@ -221,15 +227,7 @@ def _check_locks(directory: OpenDirectory) -> Check:
 
 def _check_creation(directory: OpenDirectory) -> Check:
     def create() -> bool:
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        try:
-            os.close(os.open("created", flags, dir_fd=directory.fd))
-        except OSError as error:
-            # sshfs reports EPERM if the file exists.
-            if not isinstance(error, FileExistsError) and not directory.contains("created"):
-                raise
-            return False
-        return True
+        return create_if_absent(directory, "created")
 
     created = sum(_in_turn(create, create))
     return Check.of(

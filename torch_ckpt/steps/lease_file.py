@@ -36,6 +36,7 @@ from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.marker import newest_epoch
+from torch_ckpt.checkpoint.shared_directory import create_if_absent
 from torch_ckpt.errors import RootInUse
 from torch_ckpt.steps.lease_protocol import (
     LEASE_NAME,
@@ -220,14 +221,8 @@ class LeaseFile:
         """
         path = os.path.join(self.root, name)
         _core.fault_point("open", path)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            os.close(os.open(name, flags, 0o666, dir_fd=directory.fd))
+        if create_if_absent(directory, name):
             return True
-        except OSError as error:
-            # sshfs reports EPERM if the file exists.
-            if not isinstance(error, FileExistsError) and not directory.contains(name):
-                raise
         with contextlib.suppress(FileNotFoundError):
             claimed = os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_mtime_ns
             if os.fstat(fd).st_mtime_ns - claimed > _CLAIM_SECONDS * 1e9:
@@ -322,7 +317,7 @@ def _claim_of(epoch: int) -> str:
 
 
 def _epoch_of_claim(name: str) -> int:
-    """Returns 0 if the name is not that of a claim."""
+    """Returns the epoch that a file claims; 0 if the file is no claim."""
     match = _CLAIM_NAME.fullmatch(name)
     return int(match[1]) if match else 0
 
