@@ -110,7 +110,7 @@ class Probe(NamedTuple):
     def create(cls, directory: OpenDirectory) -> Probe:
         """Creates a probe, on the coordinator."""
         name = f"{_core.metadata_name(None)}.tmp-{uuid.uuid4().hex}"
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         os.close(os.open(name, flags, 0o666, dir_fd=directory.fd))
         return cls(name, View.of(directory))
 
