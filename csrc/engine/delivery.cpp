@@ -92,6 +92,7 @@ Result<> Scratch::wait_for_copies(Slot& slot) {
 }
 
 Result<std::span<std::byte>> Scratch::next_buffer() {
+  if (slots_.empty()) return std::span<std::byte>();
   current_ = (current_ + 1) % slots_.size();
   packed_ = 0;
   if (auto waited = wait_for_copies(slots_[current_]); !waited) return waited.error();

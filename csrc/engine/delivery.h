@@ -41,7 +41,9 @@ void pin_or_warn(Warnings& warnings, staging::Chunk& chunk, int device);
 struct ScratchLayout {
   std::size_t chunk_bytes = 0;
   std::size_t read_bytes = 0;  // part of a chunk to read into; packed elements use the remainder
-  std::size_t chunks = 1;      // two for devices: one is filled while the other is copied from
+  // Two for devices: one is filled while the other is copied from. None if the bytes that are read
+  // are in other memory, and all targets are on the host.
+  std::size_t chunks = 1;
   int device = staging::Source::kHost;  // chunks are page-locked for this device
   // Chunks allocated for the load are returned to the pool as long as it has at most this many idle
   // bytes; otherwise they are freed.
@@ -78,7 +80,7 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
 
   /// Returns a page-aligned buffer for the next read, after waiting for earlier copies from that
-  /// buffer. Copies from the other buffer may still be in flight.
+  /// buffer. Copies from the other buffer may still be in flight. Empty if there are no chunks.
   Result<std::span<std::byte>> next_buffer();
 
   std::size_t step_bytes() const { return layout_.step_bytes(); }

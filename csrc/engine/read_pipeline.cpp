@@ -76,7 +76,12 @@ ReadPipeline::ReadPipeline(Context& context, Folder folder, const std::vector<Lo
       scratch_layout_(scratch_layout),
       ready_(ready),
       sink_(sink),
-      continue_after_errors_(continue_after_errors) {}
+      continue_after_errors_(continue_after_errors) {
+  // Only a copy to a device needs page-locked memory of its own.
+  if (files_.are_in_store() && scratch_layout_.device == staging::Source::kHost) {
+    scratch_layout_.chunks = 0;
+  }
+}
 
 void ReadPipeline::plan(std::vector<planning::WantedRecord> wanted, std::uint64_t bytes,
                         std::uint64_t block_bytes) {
@@ -191,7 +196,7 @@ Result<> ReadPipeline::run_batch(const planning::ReadUnit& unit, const DataFile&
   bool is_in_file = true;
   for (const std::size_t record : unit.records) is_in_file &= lies_in_file(record, file);
   if (failure_.is_set()) return {};
-  Result<std::span<std::byte>> all = Error();
+  Result<ReadBytes> all = Error();
   if (is_in_file) {
     all = file.fetch(*room, unit.begin, unit.length,
                      file.prefers_direct_read(unit.begin, unit.length));
@@ -202,10 +207,10 @@ Result<> ReadPipeline::run_batch(const planning::ReadUnit& unit, const DataFile&
     if (!inside(wanted.offset, wanted.length, file.bytes())) continue;
     // A record that cannot be read, or lies beyond the end of the file, must not fail the other
     // records of the batch. Read them one by one.
-    const Result<std::span<std::byte>> bytes =
-        all ? all->subspan(wanted.offset - unit.begin, wanted.length)
+    const Result<ReadBytes> read =
+        all ? ReadBytes{all->bytes.subspan(wanted.offset - unit.begin, wanted.length)}
             : file.fetch(*room, wanted.offset, wanted.length, false);
-    const Result<> consumed = bytes ? consume_record(record, *bytes, scratch) : bytes.error();
+    const Result<> consumed = read ? consume_record(record, read->bytes, scratch) : read.error();
     if (!consumed) sink_.fail(record, consumed.error());
     if (failure_.is_set()) return {};
   }
@@ -304,7 +309,7 @@ Result<std::uint64_t> ReadPipeline::read_step(std::size_t record, ByteRange rang
       at += std::min(skipped, range.end - at);
       continue;
     }
-    for (std::span<const std::byte> left = *fetched; !left.empty();) {
+    for (std::span<const std::byte> left = fetched->bytes; !left.empty();) {
       const auto part = left.first(std::min<std::uint64_t>(left.size(), kCachedBytes));
       auto consumed = sink_.consume(record, payload, at, part, check, scratch);
       if (!consumed) return consumed.error();

@@ -174,7 +174,7 @@ class ReadPipeline {
   Context& context_;
   DataFiles files_;
   const std::size_t threads_;
-  const ScratchLayout scratch_layout_;
+  ScratchLayout scratch_layout_;
   const std::vector<staging::ReadyEvent>& ready_;
   ReadSink& sink_;
   const bool continue_after_errors_;

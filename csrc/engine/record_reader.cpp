@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "checked_math.h"
@@ -62,7 +63,11 @@ bool DataFile::prefers_direct_read(std::uint64_t offset, std::size_t length) con
 }
 
 Result<> DataFile::read(std::span<std::byte> out, std::uint64_t offset) const {
-  return store_ != nullptr ? store_->read(name_, offset, out) : buffered_->read_at(out, offset);
+  if (store_ == nullptr) return buffered_->read_at(out, offset);
+  auto read = store_->read(name_, offset, out.size());
+  if (!read) return read.error();
+  if (!out.empty()) std::memcpy(out.data(), read->bytes.data(), out.size());
+  return {};
 }
 
 std::uint64_t DataFile::ends_bytes() const {
@@ -101,14 +106,15 @@ Result<std::vector<std::byte>> DataFile::read_tail(std::uint64_t offset,
   return tail;
 }
 
-Result<std::span<std::byte>> DataFile::fetch(std::span<std::byte> scratch, std::uint64_t offset,
-                                             std::size_t length, bool direct) const {
+Result<ReadBytes> DataFile::fetch(std::span<std::byte> scratch, std::uint64_t offset,
+                                  std::size_t length, bool direct) const {
+  if (scratch.empty() && store_ != nullptr) return store_->read(name_, offset, length);
   const std::uint64_t begin = align_down(offset, os::kDirectAlignment);
   const std::size_t skip = offset - begin;
   const std::size_t ask = align_up(skip + length, os::kDirectAlignment);
   if (direct && direct_ && ask <= scratch.size()) {
     auto got = direct_->read_some_at(scratch.first(ask), begin);
-    if (got && *got >= skip + length) return scratch.subspan(skip, length);
+    if (got && *got >= skip + length) return ReadBytes{scratch.subspan(skip, length)};
     // Fall back to a buffered read in two cases: some file systems open a file for direct I/O but
     // then reject the read (EINVAL); and if the file is too short, the buffered read reports the
     // error.
@@ -116,7 +122,7 @@ Result<std::span<std::byte>> DataFile::fetch(std::span<std::byte> scratch, std::
   }
   const std::span<std::byte> out = scratch.first(length);
   if (auto done = read(out, offset); !done) return done.error();
-  return out;
+  return ReadBytes{out};
 }
 
 Result<std::span<const std::byte>> RecordInMemory::at(std::uint64_t offset, std::uint64_t length) {

@@ -46,8 +46,9 @@ class DataFile {
   /// Reads exactly `length` bytes at `offset` into `scratch` and returns the part of `scratch` that
   /// contains them. `scratch` must be page-aligned and hold at least `length` bytes. A direct read
   /// is extended to block boundaries; if `scratch` is too small for that, the read is buffered.
-  Result<std::span<std::byte>> fetch(std::span<std::byte> scratch, std::uint64_t offset,
-                                     std::size_t length, bool direct) const;
+  /// `scratch` may be empty if the file is in a store. Then the bytes are not copied to it.
+  Result<ReadBytes> fetch(std::span<std::byte> scratch, std::uint64_t offset, std::size_t length,
+                          bool direct) const;
 
  private:
   DataFile(std::string name, std::string path) : name_(std::move(name)), path_(std::move(path)) {}

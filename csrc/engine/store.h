@@ -3,7 +3,8 @@
 //   1. A save calls Store::write() for each piece of a file, in ascending order, from several
 //      threads: a call may begin before the earlier ones have returned. All pieces of a file have
 //      the same size, except the last. The last call returns once the file is complete.
-//   2. A load calls Store::size() before the first read of a file, and then Store::read().
+//   2. A load calls Store::size() before the first read of a file, and then Store::read(). It
+//      delivers the bytes to tensors from the memory in which the store has received them.
 //   3. The caller of the session removes what a failed save has written.
 #pragma once
 
@@ -33,6 +34,12 @@ struct FilePiece {
   bool is_last() const { return offset + bytes == file_bytes; }
 };
 
+/// Bytes of a file, in memory that `owner` keeps alive; without an owner, in memory of the caller.
+struct ReadBytes {
+  std::span<const std::byte> bytes;
+  std::shared_ptr<const void> owner = nullptr;
+};
+
 // Files that are not in a local directory. Safe for concurrent use by multiple threads.
 class Store {
  public:
@@ -54,9 +61,9 @@ class Store {
 
   /// Returns the size of a file.
   virtual Result<std::uint64_t> size(const std::string& name) = 0;
-  /// Reads exactly out.size() bytes at `offset`.
-  virtual Result<> read(const std::string& name, std::uint64_t offset,
-                        std::span<std::byte> out) = 0;
+  /// Reads exactly `bytes` bytes at `offset`. The result has an owner.
+  virtual Result<ReadBytes> read(const std::string& name, std::uint64_t offset,
+                                 std::size_t bytes) = 0;
 };
 
 /// A directory or a store with the files of a session. Owns the descriptor of a local directory.

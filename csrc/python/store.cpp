@@ -157,21 +157,24 @@ class PythonStore final : public engine::Store {
     });
   }
 
-  Result<> read(const std::string& name, std::uint64_t offset, std::span<std::byte> out) override {
-    auto done = call("read", name, [&]() -> Result<> {
-      const py::object bytes = files_.attr("read")(text_of(name), offset, out.size());
-      const Memory memory(bytes);
-      if (memory.bytes().size() != out.size()) {
-        return format_error(Errc::range_past_end, "requested " + std::to_string(out.size()) +
-                                                      " bytes, got " +
-                                                      std::to_string(memory.bytes().size()));
+  Result<engine::ReadBytes> read(const std::string& name, std::uint64_t offset,
+                                 std::size_t bytes) override {
+    auto read = call("read", name, [&]() -> Result<engine::ReadBytes> {
+      const py::object buffer = files_.attr("read")(text_of(name), offset, bytes);
+      std::shared_ptr<const Memory> memory(new Memory(buffer), [](const Memory* read_bytes) {
+        const EnsuredGil gil;
+        delete read_bytes;
+      });
+      const std::span<const std::byte> found = memory->bytes();
+      if (found.size() != bytes) {
+        return format_error(
+            Errc::range_past_end,
+            "requested " + std::to_string(bytes) + " bytes, got " + std::to_string(found.size()));
       }
-      const ReleasedGil released;
-      if (!out.empty()) std::memcpy(out.data(), memory.bytes().data(), out.size());
-      return {};
+      return engine::ReadBytes{found, std::move(memory)};
     });
-    if (done) return done;
-    Error error = std::move(done).error();
+    if (read) return read;
+    Error error = std::move(read).error();
     error.path = path_of(name);
     error.offset = offset;
     return error;

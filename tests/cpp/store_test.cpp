@@ -53,10 +53,9 @@ class DirectoryStore : public Store {
     return read_file(directory_.file(name)).size();
   }
 
-  Result<> read(const std::string& name, std::uint64_t offset, std::span<std::byte> out) override {
-    const std::string contents = read_file(directory_.file(name));
-    std::memcpy(out.data(), contents.data() + offset, out.size());
-    return {};
+  Result<ReadBytes> read(const std::string& name, std::uint64_t offset,
+                         std::size_t bytes) override {
+    return copy_of(read_file(directory_.file(name)).substr(offset, bytes));
   }
 
   const std::map<std::string, std::vector<std::uint64_t>>& offsets() const { return offsets_; }
@@ -199,11 +198,23 @@ TEST_F(StoreReads, TensorsAreReadFromAStore) {
   for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(reads_.result(i) == expected[i]);
 }
 
+TEST_F(StoreReads, ALoadFromAStoreToTheHostTakesNoScratchMemory) {
+  context().chunks.trim(0);
+  const std::string expected = Random(3).bytes(20 * kMebi);
+  reads_.add_file({byte_record(expected)});
+  reads_.add_whole(0, expected);
+  const auto session = reads_.start_in(Folder(std::make_shared<DirectoryStore>(directory_)), {});
+  wait_for_end(*session);
+  ASSERT_FALSE(session->failure().has_value());
+  EXPECT_TRUE(reads_.result(0) == expected);
+  EXPECT_EQ(context().chunks.idle_bytes(), 0U);
+}
+
 class FailsReads final : public DirectoryStore {
  public:
   using DirectoryStore::DirectoryStore;
 
-  Result<> read(const std::string& name, std::uint64_t offset, std::span<std::byte>) override {
+  Result<ReadBytes> read(const std::string& name, std::uint64_t offset, std::size_t) override {
     ++reads_;
     return system_error(ETIMEDOUT, "read", path_of(name), offset);
   }
@@ -265,9 +276,10 @@ class CountsReads final : public DirectoryStore {
     if (name == "torch_ckpt.checksums") return system_error(ENOENT, "open", path_of(name));
     return DirectoryStore::size(name);
   }
-  Result<> read(const std::string& name, std::uint64_t offset, std::span<std::byte> out) override {
+  Result<ReadBytes> read(const std::string& name, std::uint64_t offset,
+                         std::size_t bytes) override {
     ++reads_;
-    return DirectoryStore::read(name, offset, out);
+    return DirectoryStore::read(name, offset, bytes);
   }
   int reads() const { return reads_; }
 

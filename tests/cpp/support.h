@@ -15,6 +15,7 @@
 #include "engine/context.h"
 #include "engine/load_session.h"
 #include "engine/save_session.h"
+#include "engine/store.h"
 #include "error.h"
 #include "format/checksum_table.h"
 #include "format/tensor_pickle.h"
@@ -101,6 +102,12 @@ void write_file(const std::string& path, std::string_view contents);
 
 std::span<const std::byte> bytes_of(std::string_view text);
 std::string_view text_of(std::span<const std::byte> bytes);
+
+/// Returns bytes that a store has read, in memory of their own.
+inline engine::ReadBytes copy_of(std::string_view contents) {
+  const auto copy = std::make_shared<const std::string>(contents);
+  return {std::as_bytes(std::span(*copy)), copy};
+}
 
 // Deterministic random numbers. GoogleTest prints the seed with a failure.
 class Random {
