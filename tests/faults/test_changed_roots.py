@@ -31,7 +31,7 @@ from tests.sweeps import (
     points,
     state_of,
 )
-from torch_ckpt.errors import NotCommitted
+from torch_ckpt.errors import NotCommitted, RootInUse
 from torch_ckpt.steps import LocalSteps
 from torch_ckpt.steps.root_lease import LEASE_NAME
 
@@ -125,9 +125,11 @@ def test_a_step_is_saved_in_one_root_when_the_path_changes(
             assert found_in(ground.path_of(own) / STEP) == "new", run.hit
         else:
             COUNTS.add(what, "points", "not saved")
-            assert isinstance(run.error, dcp.CheckpointException), (run.hit, run.error)
-            cause = cause_of(run.error)
-            assert isinstance(cause, NotCommitted), (run.hit, cause)
+            # After the exchange of the roots, the lease at the path is that of another run.
+            cause = run.error
+            if isinstance(run.error, dcp.CheckpointException):
+                cause = cause_of(run.error)
+            assert isinstance(cause, (NotCommitted, RootInUse)), (run.hit, cause)
             assert str(ground.root) in str(cause)
             assert steps_in(ground.path_of(own)) == [1, 2], run.hit
             # The files of the save were deleted, wherever its directory is now.

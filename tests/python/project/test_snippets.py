@@ -79,6 +79,8 @@ def fault_of(words: list[str]) -> str | None:
             text = (REPOSITORY / script).read_text()
             unknown = [o for o in options if o.startswith("--") and f'"{o}"' not in text]
             return f"{script} has no {', '.join(unknown)}" if unknown else None
+        case ["torchrun", *_, "-m", "torch_ckpt", "doctor", _]:
+            return None
         case ["pip", "install", "."] | ["kill", "-TERM", "PID"] | ["torch-ckpt", *_]:
             return None
     return f"{words[0]} is not known here"
