@@ -557,13 +557,13 @@ class SafetensorsLayout:
         ``extras`` includes the index. Raises Corrupt if the ranks have not written all bytes."""
 
     def object_files(
-        self, coordinator: SaveCoordinator, prefix: str
-    ) -> tuple[list[bytes], list[list[bytes]], list[str]]:
-        """How the ranks store the files as objects; see csrc/planning/object_files.h.
+        self, coordinator: SaveCoordinator, assembles_all: bool
+    ) -> tuple[list[bytes], list[list[bytes]], list[list[tuple[int, str, int]]]]:
+        """Decides which rank writes each file; see csrc/planning/object_files.h.
 
-        Returns the places of each rank's values, for ``FlatState.parts``; the files that each rank
-        assembles, for ``FileAssembly``; and the names of the temporary objects: ``prefix``, the
-        rank, an underscore, the file, and ``.parts``.
+        Returns, by rank: the places of the values, for ``FlatState.parts``; the files that the rank
+        assembles, for ``FileAssembly``; and the receiver, the file and the size of each stream that
+        the rank sends, in the order of the files.
         """
 
     def interleaves(self, coordinator: SaveCoordinator, hosts: list[str]) -> bool:
@@ -588,7 +588,7 @@ class SafetensorsLayout:
         """
 
 class FileAssembly:
-    """The assembly of a file from the objects of several ranks; see csrc/planning/object_files.h.
+    """The assembly of a file from the parts of several ranks; see csrc/planning/object_files.h.
 
     Raises Corrupt if the encoded description is damaged.
     """
@@ -600,16 +600,19 @@ class FileAssembly:
     def bytes(self) -> int:
         """Size of the file."""
 
-    def object_name(self, object: int) -> str: ...
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that send the streams."""
+
     def ranges(self, begin: int, end: int) -> list[tuple[int, int, int]]:
-        """The bytes of objects that the bytes from ``begin`` to ``end`` of the file consist of:
-        number of the object, offset and size. The head of the file is in no object."""
+        """The bytes of streams that the bytes from ``begin`` to ``end`` of the file consist of:
+        number of the stream, offset and size. The head of the file is in no stream."""
 
     def copy_head(self, begin: int, out: bytearray) -> None:
         """Copies the bytes of the head to ``out``, which has the file's bytes from ``begin`` on."""
 
-    def copy(self, object: int, offset: int, data: memoryview, begin: int, out: bytearray) -> None:
-        """Copies bytes of an object, from ``offset`` on, to their places in ``out``."""
+    def copy(self, stream: int, offset: int, data: memoryview, begin: int, out: bytearray) -> None:
+        """Copies bytes of a stream, from ``offset`` on, to their places in ``out``."""
 
 def names_in_checksums(encoded: bytes) -> list[str]:
     """The names of the files in a file of checksums. Raises Corrupt if it is damaged."""

@@ -25,9 +25,9 @@ void read_all(format::ByteReader& reader, std::uint64_t count, std::vector<std::
 
 }  // namespace
 
-Result<> FileAssembly::add_object(std::string name, std::span<const Part> parts) {
-  Object& object = objects_.emplace_back();
-  object.name = std::move(name);
+Result<> FileAssembly::add_stream(std::size_t rank, std::span<const Part> parts) {
+  Stream& stream = streams_.emplace_back();
+  stream.rank = rank;
   std::uint64_t offset = 0;
   for (const Part& part : parts) {
     auto runs = BoxRuns::of(part.sizes, part.offsets, part.lengths, part.item_bytes);
@@ -35,17 +35,22 @@ Result<> FileAssembly::add_object(std::string name, std::span<const Part> parts)
       return damaged();
     }
     const std::uint64_t bytes = runs->bytes();
-    object.parts.push_back({part, std::move(*runs), offset});
+    stream.parts.push_back({part, std::move(*runs), offset});
     offset += bytes;
   }
   return {};
 }
 
+std::uint64_t FileAssembly::bytes_of(std::size_t stream) const {
+  const auto& parts = streams_.at(stream).parts;
+  return parts.empty() ? 0 : parts.back().offset + parts.back().runs.bytes();
+}
+
 std::vector<FileAssembly::Range> FileAssembly::ranges(std::uint64_t begin,
                                                       std::uint64_t end) const {
   std::vector<Range> found;
-  for (std::size_t i = 0; i < objects_.size(); ++i) {
-    const auto& parts = objects_[i].parts;
+  for (std::size_t i = 0; i < streams_.size(); ++i) {
+    const auto& parts = streams_[i].parts;
     const auto first = std::ranges::partition_point(parts, [&](const Placed& placed) {
       return placed.part.tensor + placed.runs.tensor_bytes() <= begin;
     });
@@ -54,7 +59,7 @@ std::vector<FileAssembly::Range> FileAssembly::ranges(std::uint64_t begin,
           it->runs.bytes_before(begin - std::min(begin, it->part.tensor)) + it->offset;
       const std::uint64_t to = it->runs.bytes_before(end - it->part.tensor) + it->offset;
       if (from == to) continue;
-      const bool follows = !found.empty() && found.back().object == i &&
+      const bool follows = !found.empty() && found.back().stream == i &&
                            found.back().offset + found.back().bytes == from;
       if (follows) {
         found.back().bytes += to - from;
@@ -74,8 +79,8 @@ void FileAssembly::copy_head(std::uint64_t begin, std::span<std::byte> out) cons
 
 Result<> FileAssembly::copy(const Range& range, std::span<const std::byte> data,
                             std::uint64_t begin, std::span<std::byte> out) const {
-  if (range.object >= objects_.size() || data.size() != range.bytes) return damaged();
-  const auto& parts = objects_[range.object].parts;
+  if (range.stream >= streams_.size() || data.size() != range.bytes) return damaged();
+  const auto& parts = streams_[range.stream].parts;
   bool is_inside = true;
   std::uint64_t copied = 0;
   const auto first = std::ranges::partition_point(parts, [&](const Placed& placed) {
@@ -96,22 +101,22 @@ Result<> FileAssembly::copy(const Range& range, std::span<const std::byte> data,
                       });
   }
   if (is_inside && copied == range.bytes) return {};
-  return format_error(Errc::internal, "bytes of an object have no place in " + name_);
+  return format_error(Errc::internal, "bytes of a rank have no place in " + name_);
 }
 
-// assembly := name:text32 head:text32 bytes:u64 objects:u32 object*
-// object   := name:text32 parts:u32 part*
+// assembly := name:text32 head:text32 bytes:u64 streams:u32 stream*
+// stream   := rank:u32 parts:u32 part*
 // part     := tensor:u64 item_bytes:u64 dims:u32 sizes:u64* offsets:u64* lengths:u64*
 std::string FileAssembly::encode() const {
   std::string out;
   format::put_text32(out, name_);
   format::put_text32(out, head_);
   format::put(out, bytes_, 8);
-  format::put(out, objects_.size(), 4);
-  for (const Object& object : objects_) {
-    format::put_text32(out, object.name);
-    format::put(out, object.parts.size(), 4);
-    for (const auto& [part, runs, offset] : object.parts) {
+  format::put(out, streams_.size(), 4);
+  for (const Stream& stream : streams_) {
+    format::put(out, stream.rank, 4);
+    format::put(out, stream.parts.size(), 4);
+    for (const auto& [part, runs, offset] : stream.parts) {
       format::put(out, part.tensor, 8);
       format::put(out, part.item_bytes, 8);
       format::put(out, part.sizes.size(), 4);
@@ -128,8 +133,8 @@ Result<FileAssembly> FileAssembly::decode(std::string_view bytes) {
   std::string name(reader.text32());
   std::string head(reader.text32());
   FileAssembly assembly(std::move(name), std::move(head), reader.number(8));
-  for (std::uint64_t objects = reader.number(4); objects > 0 && !reader.has_failed(); --objects) {
-    std::string object(reader.text32());
+  for (std::uint64_t streams = reader.number(4); streams > 0 && !reader.has_failed(); --streams) {
+    const std::size_t rank = reader.number(4);
     std::vector<Part> parts;
     for (std::uint64_t left = reader.number(4); left > 0 && !reader.has_failed(); --left) {
       Part& part = parts.emplace_back();
@@ -141,7 +146,7 @@ Result<FileAssembly> FileAssembly::decode(std::string_view bytes) {
       read_all(reader, dims, part.lengths);
     }
     if (reader.has_failed()) break;
-    if (auto added = assembly.add_object(std::move(object), parts); !added) return added.error();
+    if (auto added = assembly.add_stream(rank, parts); !added) return added.error();
   }
   if (reader.has_failed() || reader.left() != 0) return damaged();
   return assembly;
@@ -149,7 +154,7 @@ Result<FileAssembly> FileAssembly::decode(std::string_view bytes) {
 
 Result<ObjectFiles> ObjectFiles::of(const SafetensorsLayout& layout,
                                     std::span<const std::vector<OwnedPart>> parts,
-                                    const std::string& prefix) {
+                                    bool assembles_all) {
   const std::size_t files = layout.files().size();
   // By file and rank, the parts in the order of the file.
   std::vector<std::vector<std::vector<FileAssembly::Part>>> by_file(
@@ -157,7 +162,9 @@ Result<ObjectFiles> ObjectFiles::of(const SafetensorsLayout& layout,
   ObjectFiles made;
   made.places.resize(parts.size());
   made.assemblies.resize(parts.size());
+  made.sent.resize(parts.size());
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    made.places[rank].are_packed = true;
     for (const OwnedPart& part : parts[rank]) {
       const format::SafeTensor& tensor = layout.tensors()[part.tensor];
       const auto [file, begin] = layout.places()[part.tensor];
@@ -170,30 +177,34 @@ Result<ObjectFiles> ObjectFiles::of(const SafetensorsLayout& layout,
   for (std::size_t file = 0; file < files; ++file) {
     const auto& [name, header, bytes] = layout.files()[file];
     const auto has_parts = [](const auto& of_rank) { return !of_rank.empty(); };
-    const bool has_one_owner = std::ranges::count_if(by_file[file], has_parts) == 1;
+    const bool has_one_owner =
+        !assembles_all && std::ranges::count_if(by_file[file], has_parts) == 1;
     FileAssembly assembly(name, header, bytes);
     for (std::size_t rank = 0; rank < parts.size(); ++rank) {
-      RankPlaces::File& of_rank = made.places[rank].files.emplace_back();
-      made.places[rank].are_packed = true;
       auto& of_file = by_file[file][rank];
+      RankPlaces::File& of_rank = made.places[rank].files.emplace_back();
+      of_rank.name = name;
+      if (!has_parts(of_file)) continue;
       if (has_one_owner) {
-        of_rank = {name, bytes, has_parts(of_file) ? header : ""};
-      } else if (has_parts(of_file)) {
-        const auto first_byte = [](const FileAssembly::Part& part) {
-          const auto runs = BoxRuns::of(part.sizes, part.offsets, part.lengths, part.item_bytes);
-          return part.tensor + (runs ? runs->begin() : 0);
-        };
-        std::ranges::stable_sort(of_file, {}, first_byte);
-        // Not the suffix of a safetensors file, for which readers would take the object.
-        of_rank.name = prefix + std::to_string(rank) + "_" + name + ".parts";
-        made.temporaries.push_back(of_rank.name);
-        if (auto added = assembly.add_object(of_rank.name, of_file); !added) return added.error();
+        of_rank.bytes = bytes;
+        of_rank.head = header;
+        continue;
       }
+      const auto first_byte = [](const FileAssembly::Part& part) {
+        const auto runs = BoxRuns::of(part.sizes, part.offsets, part.lengths, part.item_bytes);
+        return part.tensor + (runs ? runs->begin() : 0);
+      };
+      std::ranges::stable_sort(of_file, {}, first_byte);
+      if (auto added = assembly.add_stream(rank, of_file); !added) return added.error();
     }
     if (has_one_owner) continue;
     const auto least = std::ranges::min_element(loads);
+    const auto writer = static_cast<std::size_t>(least - loads.begin());
     *least += bytes;
-    made.assemblies[static_cast<std::size_t>(least - loads.begin())].push_back(std::move(assembly));
+    for (std::size_t i = 0; i < assembly.streams(); ++i) {
+      made.sent[assembly.rank_of(i)].push_back({writer, name, assembly.bytes_of(i)});
+    }
+    made.assemblies[writer].push_back(std::move(assembly));
   }
   return made;
 }

@@ -13,12 +13,11 @@
 
 namespace torch_ckpt::planning {
 
-// The assembly of a file of which several ranks have parts. Each of these ranks has stored its
-// parts of the file as one object, packed in the order of the file. Objects are in a store, or are
-// files in a directory.
+// The assembly of a file from the parts of several ranks. Each of these ranks sends its parts of
+// the file as one stream, packed in the order of the file.
 class FileAssembly {
  public:
-  /// A part of a tensor in an object.
+  /// A part of a tensor in a stream.
   struct Part {
     std::uint64_t tensor = 0;  // offset of the tensor's data in the file
     std::vector<std::uint64_t> sizes;
@@ -26,9 +25,9 @@ class FileAssembly {
     std::vector<std::uint64_t> lengths;
     std::uint64_t item_bytes = 1;
   };
-  /// Bytes of an object.
+  /// Bytes of a stream.
   struct Range {
-    std::size_t object = 0;
+    std::size_t stream = 0;
     std::uint64_t offset = 0;
     std::uint64_t bytes = 0;
 
@@ -38,21 +37,24 @@ class FileAssembly {
   FileAssembly(std::string name, std::string head, std::uint64_t bytes)
       : name_(std::move(name)), head_(std::move(head)), bytes_(bytes) {}
 
-  /// Adds an object with these parts, in the order of their first bytes in the file. Fails with
-  /// Errc::frame_damaged if a part does not lie within its tensor, or the tensor within the file.
-  Result<> add_object(std::string name, std::span<const Part> parts);
+  /// Adds the stream of a rank with these parts, in the order of their first bytes in the file.
+  /// Fails with Errc::frame_damaged if a part does not lie within its tensor, or the tensor within
+  /// the file.
+  Result<> add_stream(std::size_t rank, std::span<const Part> parts);
 
   const std::string& name() const { return name_; }
   std::uint64_t bytes() const { return bytes_; }
-  std::size_t objects() const { return objects_.size(); }
-  const std::string& object_name(std::size_t object) const { return objects_.at(object).name; }
+  std::size_t streams() const { return streams_.size(); }
+  std::size_t rank_of(std::size_t stream) const { return streams_.at(stream).rank; }
+  /// Returns the size of a stream.
+  std::uint64_t bytes_of(std::size_t stream) const;
 
-  /// Returns the bytes of objects that the bytes [begin, end) of the file consist of, behind the
-  /// head. Without gaps, an object has one range.
+  /// Returns the bytes of streams that the bytes [begin, end) of the file consist of, behind the
+  /// head. Without gaps, a stream has one range.
   std::vector<Range> ranges(std::uint64_t begin, std::uint64_t end) const;
   /// Copies the bytes of the head to `out`, which has the file's bytes from `begin` on.
   void copy_head(std::uint64_t begin, std::span<std::byte> out) const;
-  /// Copies bytes of an object, from `offset` on, to their places in `out`, which has the file's
+  /// Copies bytes of a stream, from `offset` on, to their places in `out`, which has the file's
   /// bytes from `begin` on. Fails with Errc::internal if a place is outside of `out`.
   Result<> copy(const Range& range, std::span<const std::byte> data, std::uint64_t begin,
                 std::span<std::byte> out) const;
@@ -65,34 +67,40 @@ class FileAssembly {
   struct Placed {
     Part part;
     BoxRuns runs;
-    std::uint64_t offset = 0;  // in the object
+    std::uint64_t offset = 0;  // in the stream
   };
-  struct Object {
-    std::string name;
+  struct Stream {
+    std::size_t rank = 0;
     std::vector<Placed> parts;
   };
 
   std::string name_;
   std::string head_;
   std::uint64_t bytes_;
-  std::vector<Object> objects_;
+  std::vector<Stream> streams_;
 };
 
-// Decides how the ranks store the files of a layout as objects, which one rank must write in order:
+// Decides which rank writes each file of a layout, so that one rank writes a file in order:
 //
-//   1. If one rank has all parts of a file, that rank writes the file.
-//   2. Otherwise, each rank stores its parts of the file as a temporary object. When all of these
-//      are complete, one rank assembles the file from them. The files are distributed over the
-//      ranks by their sizes.
+//   1. If one rank has all parts of a file, that rank writes the file, unless all files are assembled.
+//   2. Otherwise, each rank that has parts of the file sends them to one rank, which assembles the
+//      file. The files are distributed over the ranks by their sizes.
+//
+// Each rank sends, and assembles, its files in the order of the layout.
 struct ObjectFiles {
-  std::vector<RankPlaces> places;                     // by rank, for the first step
+  /// A stream that a rank sends.
+  struct Sent {
+    std::size_t to = 0;  // the rank that assembles the file
+    std::string file;    // its name
+    std::uint64_t bytes = 0;
+  };
+  std::vector<RankPlaces> places;                     // by rank
   std::vector<std::vector<FileAssembly>> assemblies;  // by rank
-  std::vector<std::string> temporaries;               // names of the temporary objects
+  std::vector<std::vector<Sent>> sent;                // by rank
 
-  /// parts: of each rank, as in RankPlaces::of(). prefix: of the names of temporary objects.
+  /// parts: of each rank, as in RankPlaces::of().
   static Result<ObjectFiles> of(const SafetensorsLayout& layout,
-                                std::span<const std::vector<OwnedPart>> parts,
-                                const std::string& prefix);
+                                std::span<const std::vector<OwnedPart>> parts, bool assembles_all);
 };
 
 }  // namespace torch_ckpt::planning

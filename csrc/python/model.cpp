@@ -206,19 +206,24 @@ py::bytes join_checksums(std::span<const std::byte> encoded, std::span<const std
   return {format::encode_safe_checksums(all)};
 }
 
-/// Returns the encoded places and the encoded assemblies of each rank, and the names of the
-/// temporary objects.
+/// Returns the encoded places, the encoded assemblies and the streams that are sent, of each rank.
 py::tuple object_files(const SafetensorsLayout& layout,
-                       const planning::SaveCoordinator& coordinator, const std::string& prefix) {
+                       const planning::SaveCoordinator& coordinator, bool assembles_all) {
   const auto files = without_gil([&] {
-    return planning::ObjectFiles::of(layout, planning::owned_parts_of(coordinator.plan()), prefix);
+    return planning::ObjectFiles::of(layout, planning::owned_parts_of(coordinator.plan()),
+                                     assembles_all);
   });
   const auto bytes_of_each = [](const auto& assemblies) {
     return list_of(assemblies, [](const FileAssembly& it) { return py::bytes(it.encode()); });
   };
+  const auto with_receivers = [](const auto& sent) {
+    return list_of(sent, [](const planning::ObjectFiles::Sent& it) {
+      return py::make_tuple(it.to, text_of(it.file), it.bytes);
+    });
+  };
   return py::make_tuple(
       list_of(files.places, [](const auto& places) { return py::bytes(places.encode()); }),
-      list_of(files.assemblies, bytes_of_each), files.temporaries);
+      list_of(files.assemblies, bytes_of_each), list_of(files.sent, with_receivers));
 }
 
 void bind_assemblies(py::module_& module) {
@@ -235,11 +240,18 @@ void bind_assemblies(py::module_& module) {
           "ranges",
           [](const FileAssembly& self, std::uint64_t begin, std::uint64_t end) {
             return list_of(self.ranges(begin, end), [](const FileAssembly::Range& range) {
-              return py::make_tuple(range.object, range.offset, range.bytes);
+              return py::make_tuple(range.stream, range.offset, range.bytes);
             });
           },
           py::arg("begin"), py::arg("end"))
-      .def("object_name", &FileAssembly::object_name, py::arg("object"))
+      .def_property_readonly("ranks",
+                             [](const FileAssembly& self) {
+                               std::vector<std::size_t> ranks;
+                               for (std::size_t i = 0; i < self.streams(); ++i) {
+                                 ranks.push_back(self.rank_of(i));
+                               }
+                               return ranks;
+                             })
       .def(
           "copy_head",
           [](const FileAssembly& self, std::uint64_t begin, const py::object& out) {
@@ -249,14 +261,14 @@ void bind_assemblies(py::module_& module) {
           py::arg("begin"), py::arg("out"))
       .def(
           "copy",
-          [](const FileAssembly& self, std::size_t object, std::uint64_t offset,
+          [](const FileAssembly& self, std::size_t stream, std::uint64_t offset,
              std::span<const std::byte> data, std::uint64_t begin, const py::object& out) {
             const Memory memory(out, PyBUF_WRITABLE);
             without_gil([&] {
-              return self.copy({object, offset, data.size()}, data, begin, memory.writable_bytes());
+              return self.copy({stream, offset, data.size()}, data, begin, memory.writable_bytes());
             });
           },
-          py::arg("object"), py::arg("offset"), py::arg("data"), py::arg("begin"), py::arg("out"));
+          py::arg("stream"), py::arg("offset"), py::arg("data"), py::arg("begin"), py::arg("out"));
 }
 
 // --- versions and deltas -------------------------------------------------------------------------
@@ -352,7 +364,7 @@ void bind_model(py::module_& module) {
       .def_property_readonly(
           "index", [](const SafetensorsLayout& layout) { return py::bytes(layout.index()); })
       .def("checksums", &checksums_of, py::arg("extras"), py::arg("written"))
-      .def("object_files", &object_files, py::arg("coordinator"), py::arg("prefix"))
+      .def("object_files", &object_files, py::arg("coordinator"), py::arg("assembles_all"))
       .def("interleaves", &interleaves, py::arg("coordinator"), py::arg("hosts"), NoGil())
       .def("places_of_plan", &places_of_plan, py::arg("coordinator"), py::arg("offers"))
       .def("places_of_parts", &places_of_parts, py::arg("parts"), py::arg("offers"));

@@ -63,8 +63,8 @@ std::string contents_of(Random& random, const SafetensorsLayout::File& file) {
   return contents;
 }
 
-/// Returns the object in which a rank stores its parts of a file, as the engine packs them.
-std::string object_of(const Model& model, std::size_t rank, std::size_t file,
+/// Returns the stream in which a rank sends its parts of a file, as the engine packs them.
+std::string stream_of(const Model& model, std::size_t rank, std::size_t file,
                       const std::string& contents) {
   std::map<std::uint64_t, std::string> packed;  // by the first byte
   for (const OwnedPart& part : model.parts[rank]) {
@@ -77,14 +77,14 @@ std::string object_of(const Model& model, std::size_t rank, std::size_t file,
       packed[begin + runs.begin()] += contents.substr(begin + position, bytes);
     });
   }
-  std::string object;
-  for (const auto& [offset, bytes] : packed) object += bytes;
-  return object;
+  std::string stream;
+  for (const auto& [offset, bytes] : packed) stream += bytes;
+  return stream;
 }
 
 /// Assembles a file in windows of random sizes.
 std::string assembled(Random& random, const FileAssembly& file,
-                      const std::map<std::string, std::string>& objects) {
+                      const std::vector<std::string>& streams) {
   std::string contents;
   while (contents.size() < file.bytes()) {
     const std::uint64_t begin = contents.size();
@@ -93,7 +93,7 @@ std::string assembled(Random& random, const FileAssembly& file,
     file.copy_head(begin, std::as_writable_bytes(std::span(window)));
     for (const FileAssembly::Range& range : file.ranges(begin, end)) {
       const std::string data =
-          objects.at(file.object_name(range.object)).substr(range.offset, range.bytes);
+          streams.at(file.rank_of(range.stream)).substr(range.offset, range.bytes);
       EXPECT_TRUE(file.copy(range, std::as_bytes(std::span(data)), begin,
                             std::as_writable_bytes(std::span(window))));
     }
@@ -102,32 +102,51 @@ std::string assembled(Random& random, const FileAssembly& file,
   return contents;
 }
 
-TEST(ObjectFiles, AreAssembledFromTheObjectsOfAllRanks) {
+TEST(ObjectFiles, AreAssembledFromTheStreamsOfAllRanks) {
   Random random(1);
   for (int round = 0; round < 200; ++round) {
     const std::size_t ranks = random.between(1, 4);
     const Model model = random_model(random, ranks);
-    const auto made = ObjectFiles::of(model.layout, model.parts, ".tag_").value();
-    std::map<std::string, std::string> objects;
+    const auto made = ObjectFiles::of(model.layout, model.parts, random.coin()).value();
     std::map<std::string, std::string> files;
-    std::size_t written = 0;  // by one rank
+    std::map<std::string, std::vector<std::string>> streams;  // by file and rank
+    std::size_t written = 0;                                  // by one rank
     for (std::size_t i = 0; i < model.layout.files().size(); ++i) {
       const SafetensorsLayout::File& file = model.layout.files()[i];
       files[file.name] = contents_of(random, file);
       for (std::size_t rank = 0; rank < ranks; ++rank) {
-        const RankPlaces::File& of_rank = made.places[rank].files[i];
-        if (!of_rank.head.empty()) ++written;
-        objects[of_rank.name] = object_of(model, rank, i, files[file.name]);
+        if (!made.places[rank].files[i].head.empty()) ++written;
+        streams[file.name].push_back(stream_of(model, rank, i, files[file.name]));
       }
     }
     for (const auto& of_rank : made.assemblies) {
       for (const FileAssembly& given : of_rank) {
         ++written;
         const FileAssembly file = FileAssembly::decode(given.encode()).value();
-        ASSERT_EQ(assembled(random, file, objects), files[file.name()]);
+        ASSERT_EQ(assembled(random, file, streams[file.name()]), files[file.name()]);
       }
     }
     ASSERT_EQ(written, files.size());
+  }
+}
+
+TEST(ObjectFiles, RanksSendStreamsInTheOrderInWhichTheFilesAreAssembled) {
+  Random random(2);
+  for (int round = 0; round < 200; ++round) {
+    const std::size_t ranks = random.between(2, 4);
+    const Model model = random_model(random, ranks);
+    const auto made = ObjectFiles::of(model.layout, model.parts, random.coin()).value();
+    using Streams = std::vector<std::string>;                               // names of the files
+    std::map<std::pair<std::size_t, std::size_t>, Streams> sent, expected;  // by sender, receiver
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      for (const auto& [to, file, bytes] : made.sent[rank]) sent[{rank, to}].push_back(file);
+      for (const FileAssembly& file : made.assemblies[rank]) {
+        for (std::size_t i = 0; i < file.streams(); ++i) {
+          expected[{file.rank_of(i), rank}].push_back(file.name());
+        }
+      }
+    }
+    ASSERT_EQ(sent, expected);
   }
 }
 
@@ -135,12 +154,12 @@ FileAssembly some_assembly() {
   FileAssembly file("model.safetensors", std::string(64, 'h'), 64 + 4 * 6);
   const FileAssembly::Part left = {64, {4, 6}, {0, 0}, {4, 2}, 1};
   const FileAssembly::Part right = {64, {4, 6}, {0, 2}, {4, 4}, 1};
-  EXPECT_TRUE(file.add_object("left", std::span(&left, 1)));
-  EXPECT_TRUE(file.add_object("right", std::span(&right, 1)));
+  EXPECT_TRUE(file.add_stream(3, std::span(&left, 1)));
+  EXPECT_TRUE(file.add_stream(5, std::span(&right, 1)));
   return file;
 }
 
-TEST(FileAssembly, NeedsOneRangeOfEachObject) {
+TEST(FileAssembly, NeedsOneRangeOfEachStream) {
   using Range = FileAssembly::Range;
   const FileAssembly file = some_assembly();
   EXPECT_EQ(file.ranges(0, 64), std::vector<Range>());
@@ -171,7 +190,7 @@ TEST(FileAssembly, ThatIsDamagedIsRefused) {
 TEST(FileAssembly, RefusesPartsOutsideOfTheFile) {
   FileAssembly file("model.safetensors", "", 100);
   const FileAssembly::Part outside = {90, {20}, {0}, {20}, 1};
-  EXPECT_TRUE(fails(file.add_object("object", std::span(&outside, 1)), Errc::frame_damaged));
+  EXPECT_TRUE(fails(file.add_stream(0, std::span(&outside, 1)), Errc::frame_damaged));
 }
 
 }  // namespace

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ckpt
@@ -23,30 +26,31 @@ from tests.distributed.test_model_url_ranks import SHARD_BYTES, contents, sharde
 from tests.support import assert_equal
 from torch_ckpt import _core
 from torch_ckpt.checkpoint import directory
-from torch_ckpt.huggingface import model_target
+from torch_ckpt.huggingface import assembly
+from torch_ckpt.ranks import streams
 
 
 @contextmanager
 def on_hosts(launch: Launch, assembled: list[str] | None = None) -> Iterator[None]:
     """Makes each rank a host of its own. Adds the names of the files that this rank assembles."""
-    real = model_target.assemble
+    real = assembly.DirectoryFiles.put
 
-    def assemble(files: Any, file: _core.FileAssembly, *arguments: Any) -> None:
+    def put(files: assembly.DirectoryFiles, name: str, *arguments: Any) -> None:
         if assembled is not None:
-            assembled.append(file.name)
-        real(files, file, *arguments)
+            assembled.append(name)
+        real(files, name, *arguments)
 
     with ExitStack() as stack:
         stack.enter_context(
             mock.patch.object(directory, "_mounts", return_value=f"host {launch.rank}")
         )
         stack.enter_context(mock.patch.object(_core.Directory, "is_local", False))
-        stack.enter_context(mock.patch.object(model_target, "assemble", assemble))
+        stack.enter_context(mock.patch.object(assembly.DirectoryFiles, "put", put))
         yield
 
 
-def save(state: StateDict, path: Path, **format: Any) -> None:
-    torch_ckpt.save(state, path, format=torch_ckpt.Safetensors(**format))
+def save(state: StateDict, path: Path, timeout: float = 60.0, **format: Any) -> None:
+    torch_ckpt.save(state, path, format=torch_ckpt.Safetensors(**format), timeout=timeout)
 
 
 def assert_same_bytes(launch: Launch, state: StateDict, **format: Any) -> None:
@@ -106,7 +110,7 @@ def case_a_failed_assembly_leaves_no_directory(launch: Launch) -> None:
     def fail(*_arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with on_hosts(launch), mock.patch.object(model_target, "assemble", fail):
+    with on_hosts(launch), mock.patch.object(assembly.DirectoryFiles, "put", fail):
         errors = failure_of(launch, save, {"columns": columns}, launch.path("model"))
     assert {rank: str(error) for rank, error in errors.items()} == {
         0: "[Errno 28] No space left on device"
@@ -114,6 +118,60 @@ def case_a_failed_assembly_leaves_no_directory(launch: Launch) -> None:
     dist.barrier()
     assert list(launch.path().glob(".model*")) == []
     assert not launch.path("model").exists()
+
+
+@on(2)
+def case_a_sender_that_fails_is_named(launch: Launch) -> None:
+    columns = distribute_tensor(tensor_of("t", 100, 70), mesh_1d(launch), [Shard(1)])
+
+    def fail(*_arguments: Any) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    with on_hosts(launch), ExitStack() as stack:
+        if launch.rank == 1:
+            stack.enter_context(mock.patch.object(streams.Connection, "send", fail))
+        errors = failure_of(launch, save, {"columns": columns}, launch.path("model"))
+    assert {rank: str(error) for rank, error in errors.items()} == {
+        1: "[Errno 101] Network is unreachable"
+    }
+    dist.barrier()
+    assert list(launch.path().glob(".model*")) == []
+
+
+@on(2)
+def case_the_error_of_a_rank_that_cannot_connect_names_the_addresses(launch: Launch) -> None:
+    columns = distribute_tensor(tensor_of("t", 100, 70), mesh_1d(launch), [Shard(1)])
+    unreachable = mock.patch.object(streams, "_addresses", return_value=["127.0.0.2"])
+    closed = mock.patch.object(streams.socket, "has_dualstack_ipv6", return_value=False)
+    with on_hosts(launch), unreachable, closed, ExitStack() as stack:
+        if launch.rank == 1:
+            refused = ConnectionRefusedError(111, "Connection refused")
+            stack.enter_context(
+                mock.patch.object(streams.socket, "create_connection", side_effect=refused)
+            )
+        errors = failure_of(launch, save, {"columns": columns}, launch.path("model"), timeout=6.0)
+    assert "rank 1 cannot connect to rank 0" in str(errors[1])
+    assert "127.0.0.2: Connection refused" in str(errors[1])
+
+
+@on(2)
+def case_a_rank_whose_disk_does_not_answer_is_declared_dead(launch: Launch) -> None:
+    columns = distribute_tensor(tensor_of("t", 100, 70), mesh_1d(launch), [Shard(1)])
+    store = _get_default_store()
+
+    def hang(*_arguments: Any) -> None:
+        store.wait(["rank 1 has failed"])
+        raise OSError(5, "Input/output error")
+
+    with (
+        on_hosts(launch),
+        mock.patch.object(assembly.DirectoryFiles, "put", hang),
+        pytest.raises(CheckpointException) as caught,
+    ):
+        save({"columns": columns}, launch.path("model"), timeout=3.0)
+    if launch.rank == 1:
+        assert "rank 0" in str(caught.value)
+        store.set("rank 1 has failed", "")
 
 
 test_on_ranks = on_ranks(globals())

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import warnings
 import weakref
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +34,7 @@ from tests.object_server import BUCKET, ObjectServer
 from tests.support import assert_equal
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.huggingface import assembly
+from torch_ckpt.ranks import streams
 from torch_ckpt.stores import ObjectStore
 
 #: Small enough for several files.
@@ -128,7 +128,7 @@ def case_a_file_of_many_parts_is_assembled_within_the_memory_limit(launch: Launc
 
     with mock.patch.object(assembly, "_Window", Window):
         torch_ckpt.save(state, url_of(launch), format="safetensors", options=options)
-    # Rank 0 assembles the only file, with windows of 16 MiB and ranges of 32 MiB.
+    # Rank 0 assembles the only file, with windows of 16 MiB in half of the memory.
     assert max(most, default=0) == (0 if launch.rank else 2)
     dist.barrier()
     assert contents(launch.path("url")) == contents(launch.path("local"))
@@ -207,14 +207,35 @@ def assert_keeps_the_model(launch: Launch, method: str, name: str, rank: int) ->
     return causes[rank]
 
 
-def case_a_failed_upload_of_parts_keeps_the_model(launch: Launch) -> None:
-    cause = assert_keeps_the_model(launch, "put", "_1_model", rank=1)
-    assert "denied" in str(cause)
+def assert_lost_connection_keeps_the_model(launch: Launch, rank: int, call: str) -> None:
+    save(model(launch, "first"), url_of(launch), max_shard_size=SHARD_BYTES)
+    dist.barrier()
+    before = contents(launch.path("url"))
+    dist.barrier()
+
+    def fail(*_arguments: Any) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    with ExitStack() as stack:
+        if launch.rank == rank:
+            stack.enter_context(mock.patch.object(streams.Connection, call, fail))
+        causes = failure_of(
+            launch, save, model(launch, "second"), url_of(launch), max_shard_size=SHARD_BYTES
+        )
+    assert {rank: str(cause) for rank, cause in causes.items()} == {
+        rank: "[Errno 101] Network is unreachable"
+    }
+    dist.barrier()
+    assert contents(launch.path("url")) == before
+    assert_is(launch, "first")
 
 
-def case_a_failed_read_of_parts_keeps_the_model(launch: Launch) -> None:
-    cause = assert_keeps_the_model(launch, "read_range", "_1_model", rank=0)
-    assert "denied" in str(cause)
+def case_a_sender_that_fails_keeps_the_model(launch: Launch) -> None:
+    assert_lost_connection_keeps_the_model(launch, 1, "send")
+
+
+def case_a_receiver_that_fails_keeps_the_model(launch: Launch) -> None:
+    assert_lost_connection_keeps_the_model(launch, 0, "receive")
 
 
 def case_a_failed_upload_of_a_file_keeps_the_model(launch: Launch) -> None:
@@ -227,26 +248,14 @@ def case_a_failed_commit_keeps_the_model(launch: Launch) -> None:
     assert isinstance(cause, NotCommitted)
 
 
-def case_parts_that_are_not_deleted_do_not_confuse_readers(launch: Launch) -> None:
-    denied = PermissionError(13, "delete failed: denied", "url")
-    with fails(launch, "delete", denied, 0, "parts"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*objects that are not needed any more remain")
-        save(model(launch, "first"), url_of(launch))
-    dist.barrier()
-    assert sum(name.endswith(".parts") for name in contents(launch.path("url"))) == 2
-    assert_is(launch, "first")
-
-
 def case_a_failed_first_save_leaves_no_object(launch: Launch) -> None:
     denied = PermissionError(13, "request failed: denied", "url")
     for method, name in (
-        ("put", "_1_model"),
-        ("read_range", "_1_model"),
+        ("put", "model"),
         ("put_if_absent", "checksums"),
         ("put_if_absent", "index.json"),
     ):
-        rank = 1 if method == "put" else 0
-        with fails(launch, method, denied, rank, name):
+        with fails(launch, method, denied, 0, name):
             failure_of(launch, save, model(launch, "x"), url_of(launch), max_shard_size=SHARD_BYTES)
         dist.barrier()
         assert contents(launch.path("url")) == {}

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from torch_ckpt._base.machine import boot_id
 from torch_ckpt._core import Directory as OpenDirectory
 from torch_ckpt.errors import NotCommitted
-from torch_ckpt.stores.folder import ObjectFolder
+from torch_ckpt.stores.folder import StreamFolder
 
 __all__ = ["DirectoryIdentity", "OpenDirectory", "require_one_directory", "share_or_warn"]
 
@@ -65,7 +65,7 @@ class DirectoryIdentity(NamedTuple):
     numbers: tuple[int, int, int, int]
 
     @classmethod
-    def of(cls, directory: OpenDirectory | ObjectFolder) -> DirectoryIdentity:
+    def of(cls, directory: OpenDirectory | StreamFolder) -> DirectoryIdentity:
         """Returns the identity of an open directory, or of the objects beneath a URL."""
         return cls(_mounts(), directory.path, directory.identity())
 

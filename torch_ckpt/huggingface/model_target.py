@@ -8,9 +8,8 @@ steps of a save to a directory:
 2. Each rank receives the places of its tensors, and writes its parts there. No rank holds more than
    its own shards. Ranges of which several ranks of a machine write short runs are collected in
    shared memory (csrc/engine/collective_buffer.h).
-3. If ranks of several hosts would write short runs to the same ranges, each rank writes its parts
-   to a temporary file of its own instead. When all ranks have done so, one rank assembles each file
-   (assembly.py), so that no two hosts write to one file.
+3. If ranks of several hosts would write short runs to the same ranges, one rank assembles each file
+   from what the other ranks send it (assembly.py), so that no two hosts write to one file.
 4. The coordinator completes and publishes the directory. csrc/directory/model_save.h has the
    protocol.
 """
@@ -23,7 +22,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,14 +36,16 @@ from torch_ckpt.checkpoint.dtypes import parse_dtype
 from torch_ckpt.checkpoint.publishing import new_file
 from torch_ckpt.checkpoint.shared_directory import Probe, View, wait_for
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.huggingface.assembly import DirectoryFiles, assemble
+from torch_ckpt.huggingface.assembly import Assembly, DirectoryFiles, Files, Share, shares_of
 from torch_ckpt.huggingface.transformers_config import CONFIG_NAME, Config
 from torch_ckpt.loading.renaming import Rename, new_names
 from torch_ckpt.options import WriteOptions
+from torch_ckpt.ranks.streams import Listener
 from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.target import Opened, Target, require_one_target
 from torch_ckpt.saving.write import Written
+from torch_ckpt.stores.folder import CLEANUP_SECONDS, StreamFolder
 
 #: Default for max_shard_size, as in transformers.
 SHARD_BYTES = 5 * 10**9
@@ -59,6 +60,9 @@ _WRITTEN = re.compile(
 )
 
 StrPath = str | os.PathLike[str]
+
+# Size of a part of an upload.
+_PART_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +199,18 @@ class ModelTarget(Target):
     #: Checksums of parts and checksums of checkpoints cannot be compared.
     finds_unchanged = False
 
+    #: Also assemble a file of which one rank has all parts.
+    _assembles_all = False
+
     def __init__(self, path: StrPath, format: Safetensors, options: WriteOptions) -> None:
         require_instance("format", format, Safetensors)
         super().__init__(path, options)
         self.layout: _core.SafetensorsLayout | None = None
         self._counting = threading.Lock()
+        self._rank = 0
+        # At which other ranks connect to this rank, and the files that it assembles.
+        self._listener: Listener | None = None
+        self._assembly: Assembly | None = None
         self._format = format
         dtype = format.dtype
         assert dtype is None or isinstance(dtype, torch.dtype)
@@ -262,10 +273,56 @@ class ModelTarget(Target):
 
     def tables(self, written: list[Written]) -> list[dict[str, bytes]]:
         """Returns the encoded checksums that each rank has sent, by file of the layout."""
-        return [
-            {_file_of(name): table for name, table in of_rank.files.tables.items()}
-            for of_rank in written
-        ]
+        return [of_rank.files.tables for of_rank in written]
+
+    @property
+    def engine_options(self) -> WriteOptions:
+        most = self.options.max_host_bytes
+        if self._assembly is None or most is None:
+            return self.options
+        # The windows of the assembly use the rest. The engine needs memory for one part. A save to
+        # a URL refuses a smaller limit.
+        least = _PART_BYTES if self._assembles_all else min(most, _PART_BYTES)
+        of_engine = max(most // 2, least)
+        return replace(self.options, max_host_bytes=of_engine)
+
+    def written(self) -> None:
+        if self._assembly is not None:
+            self._assembly.wait()
+
+    def stop(self) -> None:
+        assembly, self._assembly = self._assembly, None
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+        if assembly is not None:
+            assembly.stop(CLEANUP_SECONDS)
+
+    def discard(self) -> None:
+        self.stop()
+        self.layout = None
+
+    def _listen(self) -> bytes:
+        """Opens a port for the parts of files that this rank assembles. Returns the address."""
+        self._listener = Listener()
+        return self._listener.address
+
+    def _shares(
+        self, layout: _core.SafetensorsLayout, plan: AgreedPlan, opened: Sequence[Opened]
+    ) -> tuple[list[bytes], list[Share]]:
+        """Distributes the files over the ranks, on the coordinator; see :func:`shares_of`."""
+        addresses = [one.address for one in opened]
+        return shares_of(layout, plan.coordinator, addresses, self._assembles_all)
+
+    def _begin_assembly(self, share: Share, files: Files) -> Assembly:
+        """Begins to assemble the files of this rank."""
+        self._listener = self._listener or Listener()
+        most = self.options.max_host_bytes
+        of_windows = None if most is None else most // 2
+        self._assembly = Assembly(
+            share, self._rank, self._listener, self.timeout, files, of_windows, self.count
+        )
+        return self._assembly
 
     def _layout_of(self, plan: AgreedPlan, tag: str = "") -> _core.SafetensorsLayout:
         """Lays out the files, on the coordinator.
@@ -296,19 +353,17 @@ class LocalModelTarget(ModelTarget):
         path, format, options: see :class:`ModelTarget`.
     """
 
+    # So the engine only has streams to write.
+    _assembles_all = True
+
     def __init__(self, path: StrPath, format: Safetensors, options: WriteOptions) -> None:
         super().__init__(absolute(path), format, options)
         self._given_path = os.fspath(path)
         self._parent = Path(self.path).parent
-        self._rank = 0
         self._directory: OpenDirectory | None = None
         self._save: NewDirectory | None = None
         self._memory: _core.MemoryFile | None = None
-        # The new directory, the files that this rank assembles, and, on the coordinator, the
-        # temporary files of all ranks.
-        self._new: OpenDirectory | None = None
-        self._assemblies: list[_core.FileAssembly] = []
-        self._temporaries: list[str] = []
+        self._new: DirectoryFiles | None = None
 
     def open(self, rank: int, ranks: int) -> Opened:
         self.discard()
@@ -324,14 +379,16 @@ class LocalModelTarget(ModelTarget):
         if ranks > 1:
             self._memory = _core.offer_memory()
         memory = b"" if self._memory is None else self._memory.address
-        return Opened(DirectoryIdentity.of(self._directory), self._describe(), memory)
+        address = self._listen() if ranks > 1 and not self._directory.is_local else b""
+        return Opened(DirectoryIdentity.of(self._directory), self._describe(), memory, address)
 
     def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         """Lays out the files, and creates the directory under a temporary name.
 
         Returns:
             For each rank: the directory's name, its temporary name with the coordinator's view of
-            the parent directory, the places of the tensors, and the files that the rank assembles.
+            the parent directory, the places of the tensors, and the rank's share if files are
+            assembled.
 
         Raises:
             CheckpointError: the files cannot hold a value.
@@ -344,18 +401,18 @@ class LocalModelTarget(ModelTarget):
         created = Probe(self._save.temporary, View.of(self._directory))
         hosts = [one.directory.mounts for one in opened]
         coordinator = plan.coordinator
-        assemblies: Sequence[list[bytes]] = [[]] * len(opened)
-        self.assembles = (
+        shares: Sequence[Share | None] = [None] * len(opened)
+        assembles = (
             has_several_hosts
-            and not self._directory.is_local
+            and all(one.address for one in opened)
             and layout.interleaves(coordinator, hosts)
         )
-        if self.assembles:
-            places, assemblies, self._temporaries = layout.object_files(coordinator, ".parts_")
+        if assembles:
+            places, shares = self._shares(layout, plan, opened)
         else:
             places = layout.places_of_plan(coordinator, [one.memory for one in opened])
         names = self._save.name, created.encode()
-        return [pickle.dumps((*names, *own)) for own in zip(places, assemblies, strict=True)]
+        return [pickle.dumps((*names, *own)) for own in zip(places, shares, strict=True)]
 
     def new_directory(self) -> NewDirectory:
         """Creates the directory under a temporary name, on the coordinator."""
@@ -365,24 +422,29 @@ class LocalModelTarget(ModelTarget):
 
     def files(
         self, state: SaveState, items: bytes, layout: bytes
-    ) -> tuple[OpenDirectory, str, _C.SaveSources]:
+    ) -> tuple[OpenDirectory | StreamFolder, str, _C.SaveSources]:
         parent = self._directory
         assert parent is not None
-        name, created, places, assemblies = pickle.loads(layout)
+        name, created, places, share = pickle.loads(layout)
         self.path = str(self._parent / name)
-        self._assemblies = [_core.FileAssembly(encoded) for encoded in assemblies]
         temporary, view = Probe.decode(created)
-        with self.busy():
-            directory = wait_for(lambda: parent.open_directory(temporary), parent, view, self._rank)
-        self._new = directory
-        return directory, "", state.parts(items, places, self._dtype)
 
-    def assemble(self) -> None:
-        assert self._new is not None
-        files = DirectoryFiles(self._new, self.options.sync_files)
-        for file in self._assemblies:
-            assemble(files, file, self.options.max_host_bytes, self.count)
-        if self.options.sync_files:
+        def open_new() -> OpenDirectory:
+            with self.busy():
+                return wait_for(lambda: parent.open_directory(temporary), parent, view, self._rank)
+
+        folder: OpenDirectory | StreamFolder
+        if share is None:
+            folder = open_new()
+        else:
+            self._new = DirectoryFiles(open_new, self.options.sync_files)
+            path = os.path.join(parent.path, temporary)
+            folder = StreamFolder(path, self._begin_assembly(share, self._new))
+        return folder, "", state.parts(items, places, self._dtype)
+
+    def written(self) -> None:
+        super().written()
+        if self._new is not None:
             self._new.sync()
 
     def write_file(self, name: str, pieces: Iterator[memoryview], bytes: int) -> None:
@@ -396,9 +458,6 @@ class LocalModelTarget(ModelTarget):
         save, layout = self._save, self.layout
         assert save is not None
         assert layout is not None
-        if self._temporaries:
-            assert self._new is not None
-            _core.remove_files(self._new, self._temporaries)
         self.complete(save, layout, self.tables(written))
         self._save = None
         save.publish(self.options.sync_files)
@@ -418,16 +477,11 @@ class LocalModelTarget(ModelTarget):
         save.complete(layout, self._copied, tables, self.options.sync_files)
 
     def discard(self) -> None:
+        super().discard()
         save = self._save
-        self._save = self.layout = self._directory = self._memory = self._new = None
-        self._assemblies, self._temporaries = [], []
+        self._save = self._directory = self._memory = self._new = None
         if save is not None:
             save.discard()
-
-
-def _file_of(name: str) -> str:
-    """Returns the name of the file of which a temporary object or file has parts."""
-    return name.split("_", 2)[2].removesuffix(".parts") if name.startswith(".") else name
 
 
 def _is_unicode(text: object) -> bool:

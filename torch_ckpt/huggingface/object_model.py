@@ -12,10 +12,10 @@ Objects cannot be renamed, so they get their names before the save is committed.
    that readers do not confuse its file with the new ones. The save is refused if there are objects
    that such a save does not write, or if a copied file, such as config.json, has other contents: a
    reader could get the weights of one model and the config of the other one.
-3. If one rank has all parts of a file, the engine uploads the file on this rank. For every other
-   file, each rank uploads its parts as a temporary object ``.{tag}_{rank}_{file}.parts``. When all
-   ranks have done so, one rank assembles the file (huggingface/assembly.py). No rank holds a
-   complete tensor of several ranks, and nothing is stored on a local disk.
+3. If one rank has all parts of a file, the engine uploads the file on this rank. Every other file
+   is assembled and uploaded by one rank, to which the other ranks send their parts
+   (huggingface/assembly.py). No rank holds a complete tensor of several ranks, and nothing is
+   stored on a local disk.
 4. The coordinator creates the copied files that are absent, and the checksums. If they replace
    other checksums, they have the entries of both models.
 5. The coordinator stores the index, on the condition that it has not changed since step 1. This is
@@ -24,8 +24,8 @@ Objects cannot be renamed, so they get their names before the save is committed.
    complete in itself.
 6. If the replaced model is a single ``model.safetensors``, it is deleted now, because some readers
    prefer it to an index.
-7. The coordinator stores the checksums without the other entries, and deletes the replaced objects,
-   the temporary objects and ``.torch_ckpt-save``.
+7. The coordinator stores the checksums without the other entries, and deletes the replaced objects
+   and ``.torch_ckpt-save``.
 8. If the save fails before step 5, the objects that it has created are deleted, except an index of
    the replaced file, and the checksums are restored. If the outcome of step 5 is unknown, no object
    is deleted.
@@ -51,7 +51,6 @@ from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
-from torch_ckpt.huggingface.assembly import assemble
 from torch_ckpt.huggingface.model_target import (
     CHECKSUMS_NAME,
     INDEX_NAME,
@@ -71,12 +70,11 @@ from torch_ckpt.stores.store_errors import unknown_outcome
 from torch_ckpt.stores.urls import check_name
 
 _CLAIM, _SINGLE = ".torch_ckpt-save", "model.safetensors"
-# Names of objects that every save may write, and of those that only a killed save leaves behind.
+# Names of objects that every save may write.
 _MODEL = re.compile(
     r"model(-[0-9a-f]{8})?(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
     r"|torch_ckpt\.checksums|torch_ckpt\.delta|config\.json"
 )
-_LEFTOVER = re.compile(r"\.[0-9a-f]{8}_\d+_model[-.].*|" + re.escape(_CLAIM))
 # Size of the number before the header of a safetensors file, and maximum size of the header.
 _SIZE_BYTES, _HEADER_BYTES = 8, 100_000_000
 # Maximum size of the checksums that are replaced.
@@ -94,27 +92,27 @@ class ObjectModelTarget(ModelTarget):
         ValueError: the name of a file to copy is not allowed.
     """
 
-    assembles = True
-
     def __init__(self, store: ObjectStore, format: Safetensors, options: WriteOptions) -> None:
         super().__init__(store.root.url, format, options)
         self._store = store
         for name in self._copied:
             check_name(name)
         self._folder: ObjectFolder | None = None
-        self._assemblies: list[_core.FileAssembly] = []
         # Set on the coordinator.
         self._save: ModelObjects | None = None
 
     def open(self, rank: int, ranks: int) -> Opened:
         self.discard()
-        return Opened(DirectoryIdentity.of(ObjectFolder(self._store)), self._describe())
+        self._rank = rank
+        identity = DirectoryIdentity.of(ObjectFolder(self._store))
+        address = self._listen() if ranks > 1 else b""
+        return Opened(identity, self._describe(), address=address)
 
     def lay_out(self, plan: AgreedPlan, opened: Sequence[Opened]) -> Sequence[bytes]:
         """Chooses the names of the objects.
 
         Returns:
-            For each rank: the places of its parts, and the files that it assembles.
+            For each rank: the places of its parts, and its share in the assembly of files.
 
         Raises:
             CheckpointError: the files cannot hold a value, or a copied file cannot be replaced.
@@ -125,9 +123,8 @@ class ObjectModelTarget(ModelTarget):
         self._save = save = ModelObjects(self._store, self._copied)
         self.begin(save)
         self.layout = layout = self._layout_of(plan, "" if save.is_first else save.tag)
-        places, assemblies, temporaries = layout.object_files(plan.coordinator, f".{save.tag}_")
-        save.add_files([name for name, _ in layout.files()], temporaries)
-        return [pickle.dumps(of_rank) for of_rank in zip(places, assemblies, strict=True)]
+        save.add_files([name for name, _ in layout.files()])
+        return [pickle.dumps(own) for own in zip(*self._shares(layout, plan, opened), strict=True)]
 
     def begin(self, save: ModelObjects) -> None:
         """Begins the coordinator's part."""
@@ -136,19 +133,17 @@ class ObjectModelTarget(ModelTarget):
     def files(
         self, state: SaveState, items: bytes, layout: bytes
     ) -> tuple[ObjectFolder, str, _C.SaveSources]:
-        places, assemblies = pickle.loads(layout)
-        self._folder = ObjectFolder(self._store)
-        self._assemblies = [_core.FileAssembly(encoded) for encoded in assemblies]
+        places, share = pickle.loads(layout)
+        has_share = share.sent or share.assembled
+        streams = self._begin_assembly(share, self._store) if has_share else None
+        self._folder = ObjectFolder(self._store, streams)
         return self._folder, "", state.parts(items, places, self._dtype)
-
-    def assemble(self) -> None:
-        for file in self._assemblies:
-            assemble(self._store, file, self.options.max_host_bytes, self.count)
 
     def undo(self, written: Written) -> None:
         assert self._folder is not None
         self._folder.remove_written()
-        _delete_or_warn(self._store, [file.name for file in self._assemblies])
+        if self._assembly is not None:
+            _delete_or_warn(self._store, self._assembly.names)
 
     def write_file(self, name: str, pieces: Iterator[memoryview], bytes: int) -> None:
         self._store.put(name, pieces, bytes)
@@ -172,9 +167,9 @@ class ObjectModelTarget(ModelTarget):
         save.commit(layout, tables)
 
     def discard(self) -> None:
+        super().discard()
         folder, save = self._folder, self._save
-        self._folder = self._save = self.layout = None
-        self._assemblies = []
+        self._folder = self._save = None
         if folder is not None:
             folder.close()
         if save is not None:
@@ -214,7 +209,6 @@ class ModelObjects:
         self._equal: set[str] = set()  # the copied files that were there
         self._versions: dict[str, Version] = {}
         self._former: bytes | None = None  # the former checksums
-        self._temporaries: list[str] = []
         self._undone = _Undone(store)
         self._discard = weakref.finalize(self, self._undone.undo)
 
@@ -230,10 +224,9 @@ class ModelObjects:
             if not self.is_first:
                 self._find(replace, is_hidden)
 
-    def add_files(self, files: list[str], temporaries: list[str]) -> None:
+    def add_files(self, files: list[str]) -> None:
         """Adds the names of the objects that the ranks write."""
-        self._temporaries = temporaries
-        self._undone.names.update(files, temporaries)
+        self._undone.names.update(files)
 
     def commit(
         self,
@@ -292,15 +285,14 @@ class ModelObjects:
         """Returns the names of the objects that there are, without leftovers of killed saves."""
         known = self._read_checksums() | self._copied.keys()
         for entry in self._store.list():
-            patterns = (_MODEL, _LEFTOVER)
-            if entry.name not in known and not any(p.fullmatch(entry.name) for p in patterns):
+            if entry.name not in known | {_CLAIM} and not _MODEL.fullmatch(entry.name):
                 raise self._exists(
                     "there is an object that this save would not write, so nothing was replaced; "
                     "choose another URL, or delete the object",
                     entry.name,
                 )
             self._found.add(entry.name)
-        present = {name for name in self._found if not _LEFTOVER.fullmatch(name)}
+        present = self._found - {_CLAIM}
         if present and not replace:
             raise self._exists("it exists already; pass overwrite=True to replace it")
         for name in self._copied.keys() & present:
@@ -436,7 +428,7 @@ class ModelObjects:
         try:
             if self._former is not None:
                 self._put(CHECKSUMS_NAME, checksums)
-            self._store.delete(sorted((self._found - names).union(self._temporaries, [_CLAIM])))
+            self._store.delete(sorted((self._found - names) | {_CLAIM}))
         except OSError as error:
             warn(f"{self._store.root.url}: objects that are not needed any more remain: {error}")
 

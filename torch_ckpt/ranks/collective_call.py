@@ -103,7 +103,7 @@ class CollectiveCall(Exchange):
             answered: R | Disagreement
             answered, kept = self.exchange("rendezvous", send_with_name, answer)
         except CheckpointException as error:
-            raise explained(error, self.name, self.rank, self._timeout) from error
+            raise explained(error, self.name, self.rank, self.timeout) from error
         if isinstance(answered, Disagreement):
             raise RanksDisagree(
                 answered.text if answered.of_calls else f"{self.name}: {answered.text}"

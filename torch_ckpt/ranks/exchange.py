@@ -53,6 +53,7 @@ from torch_ckpt import _core
 from torch_ckpt._base import exit_threads
 from torch_ckpt.ranks.failures import (
     Failure,
+    PeerLost,
     RankFailures,
     capture_exceptions,
     dead_ranks_failures,
@@ -114,6 +115,7 @@ class Exchange:
             with a ``ConnectionError`` for this rank, and nothing is undone.
 
     Attributes:
+        timeout: see above.
         sent: number of messages that this rank has sent to other ranks so far, and their total size
             in bytes.
     """
@@ -136,7 +138,7 @@ class Exchange:
         self._group = group
         self._clock = group.clock
         self._prefix = prefix
-        self._timeout = timeout
+        self.timeout = timeout
         self._limit = _LONGER * timeout
         self._heartbeat_seconds = min(timeout / 10, _HEARTBEAT_SECONDS)
         self._store: Any = group.connections[0] if group.connections else None
@@ -376,7 +378,7 @@ class Exchange:
             return
         # The result is known, so do not wait long for a rank that died after its last step. If the
         # user has interrupted a wait, hardly wait for the same ranks again.
-        self.close(1.0 if isinstance(error, KeyboardInterrupt) else min(self._timeout, 60.0))
+        self.close(1.0 if isinstance(error, KeyboardInterrupt) else min(self.timeout, 60.0))
 
     # --- a step on all ranks ---------------------------------------------------------------------
 
@@ -392,7 +394,7 @@ class Exchange:
         failures: dict[int, Failure] = {}
         if self.size > 1:
             keys = {rank: f"{self._key}/from/{rank}" for rank in range(1, self.size)}
-            dead = self._wait(keys, self._timeout)
+            dead = self._wait(keys, self.timeout)
             # Without these heartbeats, the other ranks may have declared this rank dead.
             ran_at, now = self._ran_at, self._clock.monotonic()
             lapse = 0.0 if ran_at is None else max(now - ran_at, self._lapse)
@@ -405,14 +407,15 @@ class Exchange:
             if verdict != _DECIDED:
                 failures = pickle.loads(verdict).by_rank
             elif dead:
-                failures = heartbeat_failures(self._step, dead, self._timeout)
+                failures = heartbeat_failures(self._step, dead, self.timeout)
             taken = self._request(self._read, [*keys.values()], True)
             self._absent = [rank for rank in keys if taken[rank - 1] is None]
             values[1:] = [data and capture_exceptions(pickle.loads, data) for data in taken]
         if self._cancelled is not None:
             values[0] = self._cancelled
         failures = {r: v for r, v in enumerate(values) if isinstance(v, Failure)} | failures
-        return RankFailures(failures) if failures else values
+        causes = {r: one for r, one in failures.items() if not isinstance(one.error, PeerLost)}
+        return RankFailures(causes or failures) if failures else values
 
     def _answer(self, answer: Any) -> Any:
         """Posts the answers, the answer to all ranks last. Returns the answer to this rank."""

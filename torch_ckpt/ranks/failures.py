@@ -37,6 +37,11 @@ class Failure(NamedTuple):
     stack: traceback.StackSummary
 
 
+class PeerLost(ConnectionError):
+    """Another rank has closed its connection to this rank. If the other rank reports its own error,
+    this error is not reported."""
+
+
 class RankFailures(NamedTuple):
     """The failures of a step.
 

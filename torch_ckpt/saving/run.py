@@ -6,8 +6,8 @@
 2. The coordinator assigns each item to a rank that has it (csrc/planning/save_coordinator.h), lays
    out the files, and replies to each rank. If no structure has changed, it uses the last plan
    again.
-3. Every rank writes its items with the engine (saving/write.py). For some targets, ranks then
-   assemble files from what all ranks have written.
+3. Every rank writes its items with the engine (saving/write.py). For some targets, ranks assemble
+   files from what other ranks send meanwhile.
 4. The coordinator encodes the metadata from the plan and the results, and commits the target.
 
 ``save`` runs these steps in the calling thread. A background save runs them in a thread of its own
@@ -70,13 +70,11 @@ class Reply(NamedTuple):
         plan: the reply to the rank's plan; None if all ranks must send their parts.
         layout: the rank's part of the target's layout.
         differing: description of the values that differ between ranks, if they were compared.
-        assembles: see :attr:`Target.assembles`.
     """
 
     plan: bytes | None
     layout: bytes = b""
     differing: str = ""
-    assembles: bool = False
 
 
 class SaveRun:
@@ -112,6 +110,7 @@ class SaveRun:
         self.differing = ""
         self.caller_error: BaseException | None = None
         self._target = target
+        target.timeout = ranks.timeout
         self._ranks = ranks
         self._plan = plan
         self._check_replicas = check_replicas
@@ -153,11 +152,8 @@ class SaveRun:
                 again = lambda: (self._message(with_parts=True), None)  # noqa: E731
                 reply, _ = ranks.exchange("plan", again, self._assign)
             with ranks.alive(self.moved):
-                step, write = "write", lambda: self._write_items(reply)
-                if reply.assembles:
-                    written = ranks.run("write", write)
-                    step, write = "assemble", lambda: self._assemble(*written)
-                seal, _ = ranks.exchange(step, write, self._commit, self._target.undo)
+                write = lambda: self._write_items(reply)  # noqa: E731
+                seal, _ = ranks.exchange("write", write, self._commit, self._target.undo)
         finally:
             self._end()
         return Checkpoint(self._target.path, self.metrics, seal, self._target.read_options)
@@ -224,7 +220,7 @@ class SaveRun:
         return Answers(
             made.setdefault(reply, reply)
             for plan, layout in zip(replies, layouts, strict=True)
-            for reply in [Reply(plan, layout, differing, self._target.assembles)]
+            for reply in [Reply(plan, layout, differing)]
         )
 
     def _compare_replicas(self) -> str:
@@ -243,22 +239,30 @@ class SaveRun:
     # --- 3. the write ----------------------------------------------------------------------------
 
     def _write_items(self, reply: Reply) -> tuple[Written, Written]:
-        """Writes the items of this rank."""
+        """Writes the items of this rank, and completes the files."""
+        try:
+            return self._write_with_engine(reply)
+        except BaseException:
+            self._target.stop()
+            raise
+
+    def _write_with_engine(self, reply: Reply) -> tuple[Written, Written]:
         state, target, own, metrics = self._state, self._target, self._plan.own, self.metrics
         assert state is not None
         assert reply.plan is not None
         own.accept(state.structure, reply.plan)
         self.differing = reply.differing
         with self._device_streams():
+            # First, because other ranks may wait for the connections of this rank.
+            files = target.files(state, own.items, reply.layout)
             with target.busy():
                 checksums = state.checksums(own.copies)
-            files = target.files(state, own.items, reply.layout)
         metrics.planning_s = time.perf_counter() - self._begun
         is_snapshot = state.watch is not None
         written = write_files(
             self._write,
             *files,
-            target.options,
+            target.engine_options,
             title=f"save {os.path.basename(target.path)}",
             rank=self._ranks.rank,
             ranks=self._ranks.size,
@@ -274,18 +278,12 @@ class SaveRun:
         if checksums:
             written.checksums = checksums
         try:
-            target.written(written)
+            target.written()
         except BaseException:
             target.undo(written)
             raise
         metrics.written_s = time.perf_counter() - self._begun
         return written, written
-
-    def _assemble(self, written: Written, kept: Written) -> tuple[Written, Written]:
-        """Assembles the files that several ranks have written."""
-        self._target.assemble()
-        self.metrics.written_s = time.perf_counter() - self._begun
-        return written, kept
 
     def _release(self) -> None:
         """Releases the values, which have been or will be copied, and encodes the metadata on the

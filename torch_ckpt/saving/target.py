@@ -5,12 +5,10 @@ A save calls a target in this order (saving/run.py):
 1. :meth:`Target.open`, on all ranks. The results are compared on the coordinator.
 2. :meth:`Target.lay_out`, on the coordinator. Every rank gets its part of the layout.
 3. :meth:`Target.files`, on all ranks. The engine then writes the files.
-4. :meth:`Target.written`, on all ranks, when the files are durable. If another rank has failed,
-   :meth:`Target.undo`.
-5. If :attr:`Target.assembles` on the coordinator, :meth:`Target.assemble`, on all ranks, when step
-   4 has ended on all ranks.
-6. :meth:`Target.commit`, on the coordinator, when the files of all ranks are durable.
-7. :meth:`Target.discard`, on all ranks, at the end of each save. Before the commit, the
+4. :meth:`Target.written`, on all ranks, when the engine has written the files; :meth:`Target.stop`
+   if this rank has failed, and :meth:`Target.undo` if another rank has.
+5. :meth:`Target.commit`, on the coordinator, when the files of all ranks are durable.
+6. :meth:`Target.discard`, on all ranks, at the end of each save. Before the commit, the
    coordinator's call removes the files of all ranks.
 """
 
@@ -32,10 +30,11 @@ from torch_ckpt.checkpoint.lease import DirectoryLease, refuse_hidden_save, remo
 from torch_ckpt.checkpoint.shared_directory import Probe
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
+from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.write import Written
-from torch_ckpt.stores.folder import ObjectFolder
+from torch_ckpt.stores.folder import StreamFolder
 
 
 class Opened(NamedTuple):
@@ -47,11 +46,14 @@ class Opened(NamedTuple):
             to compare.
         memory: address of memory that the ranks of this machine can use for the save; empty if this
             rank offers none.
+        address: address at which other ranks can send parts of files to this rank; empty if the
+            rank offers none.
     """
 
     directory: DirectoryIdentity
     save: str = ""
     memory: bytes = b""
+    address: bytes = b""
 
 
 class Target:
@@ -64,9 +66,6 @@ class Target:
 
     #: True if each save to such a target can be compared with the previous one.
     finds_unchanged = True
-    #: True if ranks assemble files from what other ranks have written. Read on the coordinator
-    #: after :meth:`lay_out`.
-    assembles = False
 
     def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:
         require_instance("options", options, WriteOptions)
@@ -76,12 +75,19 @@ class Target:
         self.read_options = DEFAULT_READ_OPTIONS
         if options.storage_options is not None:
             self.read_options = ReadOptions(storage_options=options.storage_options)
+        #: Seconds without a heartbeat after which another rank is declared dead.
+        self.timeout = TIMEOUT_SECONDS
         #: Lower bound on the bytes that all ranks write; set on each rank before :meth:`open`.
         self.expected_bytes = 0
         #: True while the target does work that may take long but moves no bytes.
         self.is_busy = False
         #: Number of bytes that the target itself has moved.
         self.bytes_moved = 0
+
+    @property
+    def engine_options(self) -> WriteOptions:
+        """The options with which the engine writes the files of :meth:`files`."""
+        return self.options
 
     def select(self, state: SaveState) -> None:
         """Removes the values that the target does not store."""
@@ -106,7 +112,7 @@ class Target:
 
     def files(
         self, state: SaveState, items: bytes, layout: bytes
-    ) -> tuple[OpenDirectory | ObjectFolder, str, _C.SaveSources]:
+    ) -> tuple[OpenDirectory | StreamFolder, str, _C.SaveSources]:
         """Returns the directory or objects that this rank writes, the prefix of its file names, and
         the values to write.
 
@@ -116,11 +122,11 @@ class Target:
         """
         raise NotImplementedError
 
-    def written(self, written: Written) -> None:
-        """Receives the files that this rank has written."""
+    def written(self) -> None:
+        """Completes the files of this rank, when the engine has written its values."""
 
-    def assemble(self) -> None:
-        """Assembles files from what other ranks have written."""
+    def stop(self) -> None:
+        """Ends the write after an error on this rank, so that no other rank waits for it."""
 
     def undo(self, written: Written) -> None:
         """Removes the files that this rank has written, after another rank has failed."""

@@ -19,7 +19,7 @@ from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.options import Background, WriteOptions
 from torch_ckpt.saving.host_memory import default_snapshot_bytes, limit_to_budget
 from torch_ckpt.saving.snapshots import source_changed
-from torch_ckpt.stores.folder import ObjectFolder
+from torch_ckpt.stores.folder import StreamFolder
 
 # Seconds between two checks of a write, without and with a progress bar.
 _REST_SECONDS = 5.0
@@ -50,7 +50,7 @@ class Written:
 
 def write_files(
     save: _C.Save,
-    directory: OpenDirectory | ObjectFolder,
+    directory: OpenDirectory | StreamFolder,
     prefix: str,
     sources: _C.SaveSources,
     options: WriteOptions,
@@ -124,7 +124,7 @@ def write_files(
             _core.fault_point("engine has begun", directory.path)
         with (
             reporting(options.progress, title, rank, save.progress()[0]) as show,
-            directory.own_errors() if isinstance(directory, ObjectFolder) else nullcontext(),
+            directory.own_errors() if isinstance(directory, StreamFolder) else nullcontext(),
         ):
             # Wake up regularly to show progress and to let Ctrl-C in, which only reaches the main
             # thread.
@@ -137,7 +137,7 @@ def write_files(
     except BaseException:
         # The error refers to this frame and thereby to `save`, so dropping `save` would not end it.
         names = save.cancel_and_wait()
-        if isinstance(directory, ObjectFolder):
+        if isinstance(directory, StreamFolder):
             directory.remove_written()
         else:
             _core.remove_files(directory, names)

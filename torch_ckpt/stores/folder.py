@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import warn
@@ -28,8 +29,56 @@ _REST_SECONDS = 0.2
 CLEANUP_SECONDS = 10.0
 
 
-class ObjectFolder:
+class Streams(Protocol):
+    """Files that other ranks write: the engine's bytes are sent to these ranks."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error."""
+
+    def sends(self, name: str) -> bool: ...
+    def write(self, name: str, piece: _core.FilePiece) -> None: ...
+
+
+class StreamFolder:
+    """Files that other ranks write. Stands for an open directory in the engine's calls.
+
+    Attributes:
+        path: path of the directory in which the other ranks write the files.
+        files: the argument of the engine's calls.
+    """
+
+    def __init__(self, path: str, streams: Streams) -> None:
+        self.path = path
+        self.files = _core.Store(path, streams)
+        self._streams: Streams | None = streams
+
+    def identity(self) -> tuple[int, int, int, int]:
+        """Returns zeros: the other ranks compare the directories."""
+        return 0, 0, 0, 0
+
+    def remove_written(self) -> None:
+        """Does nothing: the other ranks remove what they have written."""
+
+    @contextmanager
+    def own_errors(self) -> Iterator[None]:
+        """Block with calls of the engine. If the engine fails because a stream has failed, raises
+        the error of the stream, which has its own class."""
+        try:
+            yield
+        except OSError:
+            error = None if self._streams is None else self._streams.error
+            if error is None:
+                raise
+            raise error from None
+
+
+class ObjectFolder(StreamFolder):
     """The objects of one checkpoint. Stands for an open directory in the engine's calls.
+
+    Args:
+        store: the objects.
+        streams: files that other ranks write.
 
     Attributes:
         path: URL of the checkpoint.
@@ -38,11 +87,12 @@ class ObjectFolder:
         versions: the versions of the objects that :meth:`read` has read.
     """
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, streams: Streams | None = None) -> None:
         self.store = store
         self.path = store.root.url
+        self._streams = streams
         # The engine's store keeps this object alive, so the object must not refer to the folder.
-        self._calls = _Files(store)
+        self._calls = _Files(store, streams)
         self.files = _core.Store(self.path, self._calls)
         self.versions: dict[str, Version] = {}
 
@@ -78,7 +128,8 @@ class ObjectFolder:
         errors = self._calls.errors
         errors.clear()
         try:
-            yield
+            with super().own_errors():
+                yield
         except OSError as error:
             raise errors.get((error.errno, error.filename), error) from None
 
@@ -86,8 +137,9 @@ class ObjectFolder:
 class _Files:
     """The functions that the engine calls; see the module's docstring."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, streams: Streams | None) -> None:
         self._store = store
+        self._streams = streams
         self._lock = threading.Lock()
         self._uploads: dict[str, _Upload] = {}
         self._entries: dict[str, Entry] = {}
@@ -95,12 +147,15 @@ class _Files:
         self.errors: dict[tuple[int | None, str], OSError] = {}
 
     def write(self, name: str, piece: _core.FilePiece) -> None:
+        if self._streams is not None and self._streams.sends(name):
+            return self._streams.write(name, piece)
         with self._lock:
             upload = self._uploads.get(name)
             if upload is None:
                 upload = self._uploads[name] = _Upload(self._store, name, piece.file_bytes)
         with self._keeping_errors():
             upload.send(piece)
+        return None
 
     def size(self, name: str) -> int:
         with self._lock:

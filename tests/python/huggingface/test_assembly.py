@@ -1,0 +1,56 @@
+"""The windows of a file that a rank assembles."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from torch_ckpt.huggingface.assembly import _Windows
+
+WINDOW_BYTES = 16 << 20
+
+
+class File:
+    """A file of two windows from one rank."""
+
+    name = "model.safetensors"
+    bytes = 2 * WINDOW_BYTES
+    ranks = (1,)
+
+    def copy_head(self, _begin: int, _out: bytearray) -> None: ...
+
+    def ranges(self, begin: int, end: int) -> list[tuple[int, int, int]]:
+        return [(0, begin, end - begin)]
+
+    def copy(self, *_arguments: Any) -> None: ...
+
+
+class Sender:
+    """A connection that is lost after the first window."""
+
+    def __init__(self) -> None:
+        self.left = WINDOW_BYTES
+        self.may_be_lost = threading.Event()
+        self.is_lost = threading.Event()
+
+    def receive(self, into: memoryview) -> None:
+        if self.left == 0:
+            self.may_be_lost.wait()
+            self.is_lost.set()
+            raise ConnectionError("lost")
+        self.left -= len(into)
+
+
+def test_a_window_that_is_lost_while_another_is_written_is_not_written() -> None:
+    sender: Any = Sender()
+    file: Any = File()
+    windows = _Windows(file, {1: sender}, None, lambda _bytes: None)
+    first = next(windows)
+    sender.may_be_lost.set()
+    sender.is_lost.wait()
+    with pytest.raises(ConnectionError, match="lost"):
+        next(windows)
+    assert len(first) == WINDOW_BYTES
+    windows.stop()
