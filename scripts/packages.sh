@@ -76,6 +76,10 @@ want nbdkit nbdkit
 want graphviz dot
 want sshfs sshfs
 want openssh-sftp-server /usr/lib/openssh/sftp-server
+want iproute2 ip
+want moosefs-master mfsmaster
+want moosefs-chunkserver mfschunkserver
+want moosefs-client mfsmount
 want chromium chromium
 if ((${#optional[@]})) && [[ $(id -u) -eq 0 ]] && command -v apt-get > /dev/null; then
   echo "torch_ckpt: installing ${optional[*]}, which the build does not need"

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+
 import pytest
 
 from tests.cluster import work
 from tests.cluster.hosts import Cluster, results_of
+from tests.sweeps import TORTURE
 
 # A host begins with copies of all mounts, so tests that mount images must not run meanwhile.
 pytestmark = [pytest.mark.full, pytest.mark.alone]
 
-SHARED = ["juicefs", "sshfs"]
+SHARED = ["juicefs", "sshfs", "moosefs"]
+
+OVERWRITES = 100 if TORTURE else 10
 
 
 @pytest.mark.parametrize("hosts", ["local"], indirect=True)
@@ -25,14 +31,34 @@ def test_every_api_saves_and_loads_on_two_hosts(hosts: Cluster) -> None:
     hosts.run(work.save_and_load, str(hosts.path))
 
 
+@pytest.mark.parametrize("hosts", [("juicefs", 3)], indirect=True)
+def test_every_api_saves_and_loads_on_three_hosts_of_two_ranks(hosts: Cluster) -> None:
+    hosts.run(work.save_and_load, str(hosts.path), ranks_per_host=2)
+
+
+@pytest.mark.parametrize("hosts", ["juicefs"], indirect=True)
+def test_every_api_saves_and_loads_in_ranks_that_torchrun_starts(hosts: Cluster) -> None:
+    hosts.run_by_torchrun(work.save_and_load, str(hosts.path), ranks_per_host=2)
+
+
 @pytest.mark.parametrize("hosts", SHARED, indirect=True)
 def test_a_manager_of_two_hosts_saves_deletes_and_restores(hosts: Cluster) -> None:
     assert hosts.run(work.run_manager, str(hosts.path)) == [[3, 4], [3, 4]]
 
 
 @pytest.mark.parametrize("hosts", SHARED, indirect=True)
+def test_a_step_that_two_hosts_have_replaced_has_the_new_values(hosts: Cluster) -> None:
+    assert hosts.run(work.replace_step, str(hosts.path)) == [1, 1]
+
+
+@pytest.mark.parametrize("hosts", SHARED, indirect=True)
+def test_versions_of_two_hosts_are_published_and_deleted(hosts: Cluster) -> None:
+    assert hosts.run(work.publish_and_load, str(hosts.path)) == [[2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("hosts", SHARED, indirect=True)
 def test_a_load_after_an_overwriting_save_has_the_new_values(hosts: Cluster) -> None:
-    assert hosts.run(work.overwrite_and_load, f"{hosts.path}/checkpoint", 10) == [[], []]
+    assert hosts.run(work.overwrite_and_load, f"{hosts.path}/checkpoint", OVERWRITES) == [[], []]
 
 
 @pytest.mark.parametrize("hosts", SHARED, indirect=True)
@@ -61,6 +87,38 @@ def test_a_manager_ends_soon_after_a_host_has_died(hosts: Cluster) -> None:
     assert dead.returncode != 0
     assert any("rank 1" in error for error in errors), errors
     assert seconds < 3 * timeout
+
+
+@pytest.mark.parametrize("hosts", SHARED, indirect=True)
+@pytest.mark.parametrize(("rank", "operation"), work.PHASES)
+def test_a_host_that_dies_with_its_client_loses_no_step(
+    hosts: Cluster, rank: int, operation: str
+) -> None:
+    hosts.start(work.stop_in_a_save, str(hosts.path), rank, operation)
+    hosts.wait_for("stopped")
+    hosts.kill()
+    hosts.hosts[rank].restart()
+    assert hosts.run(work.restore, str(hosts.path)) in ([1, 1], [2, 2])
+
+
+@pytest.mark.parametrize("hosts", SHARED, indirect=True)
+def test_a_save_continues_when_the_client_of_a_host_wakes(hosts: Cluster) -> None:
+    client = hosts.hosts[1].client
+    assert client is not None
+    started = hosts.start(work.save_while_a_client_sleeps, str(hosts.path))
+    for rank in range(2):
+        hosts.wait_for(f"rank {rank} has saved")
+    client.signal(signal.SIGSTOP)
+    hosts.signal("frozen")
+    for rank in range(2):
+        hosts.wait_for(f"rank {rank} saves")
+    # The client does not answer, so rank 1 cannot save.
+    probe = subprocess.Popen(["stat", str(client.mount / "run")], stdout=subprocess.DEVNULL)
+    with pytest.raises(subprocess.TimeoutExpired):
+        probe.wait(1.0)
+    client.signal(signal.SIGCONT)
+    probe.wait()
+    assert results_of(started) == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
+from tests.fault_hooks import at_fault_points
 from torch_ckpt import CheckpointManager, FileSystemReader, FileSystemWriter, ReadOptions
 from torch_ckpt._base.machine import boot_id
 from torch_ckpt.cli.host_doctor import diagnose_hosts
@@ -78,6 +80,31 @@ def save_and_load(root: str) -> None:
         loaded = tensors_of(blank(dim))
         torch_ckpt.load(loaded, f"{root}/model{dim}")
         assert_equal(loaded, tensors_of(state_of(4, dim)))
+
+
+def publish_and_load(root: str) -> list[int]:
+    """Publishes versions, and loads each. Returns the numbers of the versions at the end."""
+    for number in (1, 2, 3):
+        state = tensors_of(state_of(number, number % 2))
+        torch_ckpt.publish(state, f"{root}/policy", number, delta=number > 1, keep=2)
+        loaded = tensors_of(blank(number % 2))
+        torch_ckpt.load(loaded, f"{root}/policy")
+        assert_equal(loaded, state)
+        dist.barrier()
+    return [info.step for info in open_steps(f"{root}/policy").entries(leftovers=False)]
+
+
+def replace_step(root: str) -> int:
+    """Saves a step, restores it, and saves it with other values. Returns the restored step."""
+    with CheckpointManager(f"{root}/run", interval=1) as manager:
+        manager.save(1, {"model": state_of(7)})
+        manager.wait_until_finished()
+    with CheckpointManager(f"{root}/run", interval=1) as manager:
+        manager.restore({"model": blank()})
+        manager.save(1, {"model": state_of(1)}, force=True)
+        manager.wait_until_finished()
+    dist.barrier()
+    return restore(root)
 
 
 def run_manager(root: str) -> list[int]:
@@ -192,6 +219,51 @@ def save_while_a_host_dies(root: str, timeout: float) -> list[Any]:
     # The other ranks are dead, so nothing can be exchanged at the end.
     print(json.dumps([seconds, errors]), flush=True)
     os._exit(0)
+
+
+#: The ranks that stop in a save, and the operation before which they stop.
+PHASES = [(1, "open"), (1, "pwrite"), (1, "fsync"), (0, "rename")]
+
+
+def stop_in_a_save(root: str, rank: int, operation: str) -> None:
+    """Saves a step. In the save of the next step, one rank stops before an operation."""
+    store = store_of_test()
+
+    def stop(given: str, path: str) -> int:
+        if given == operation and "0000000002" in path and dist.get_rank() == rank:
+            store.set("stopped", "")
+            threading.Event().wait()
+        return 0
+
+    with at_fault_points(stop), CheckpointManager(f"{root}/run", interval=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"model": state_of(step)})
+            manager.wait_until_finished()
+
+
+def restore(root: str) -> int:
+    """Restores the newest step, and checks the values. Returns the step."""
+    with CheckpointManager(f"{root}/run", read_only=True) as manager:
+        state = {"model": blank()}
+        step = manager.restore(state)
+    assert_equal(state["model"], state_of(step))
+    return step
+
+
+def save_while_a_client_sleeps(root: str) -> int:
+    """Saves a step, and another one while the test has frozen the client of rank 1. Returns the
+    step that can be restored."""
+    store, rank = store_of_test(), dist.get_rank()
+    with CheckpointManager(f"{root}/run", interval=1) as manager:
+        manager.save(1, {"model": state_of(1)})
+        manager.wait_until_finished()
+        store.set(f"rank {rank} has saved", "")
+        store.wait(["frozen"])
+        store.set(f"rank {rank} saves", "")
+        manager.save(2, {"model": state_of(2)})
+        manager.wait_until_finished()
+    dist.barrier()
+    return restore(root)
 
 
 def diagnose(path: str) -> dict[str, str] | None:
