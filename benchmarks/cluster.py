@@ -1,18 +1,23 @@
 """Saves and loads of two hosts over file systems that they share.
 
-``python -m benchmarks.cluster [--kinds juicefs sshfs] [--megabytes 256] [--rounds 5]`` needs root
+``python -m benchmarks.cluster [--kinds juicefs moosefs] [--megabytes 256] [--rounds 5]`` needs root
 and /dev/fuse. Both hosts are on this machine (tests/cluster/hosts.py), with one rank and one client
 of the file system each. All data is on one disk, so the figures compare contenders, and are not the
 speed of a file system.
 
 - save, load: a state sharded by rows, by torch_ckpt and by stock torch.
-- write: each host writes and fsyncs a file with as many bytes as it has of the state.
+- cp: each host copies a local file with as many bytes as it has of the state, and fsyncs the copy.
 - model by rows, by columns: saves with ``format="safetensors"``.
+- manager: saves of three managers: with the root on the shared file system, with the root on the
+  local disk, and with a local tier. ``stall`` is the call of ``save``, ``durable`` lasts until
+  ``wait_until_finished`` has returned, and ``published`` until a local tier has copied the step to
+  the root.
 
 The contenders take turns within a round, in the same processes. Each save has a new directory,
 which is deleted after the round. Seconds are those of the slower rank, CPU seconds those of rank 0
 without the file system's client. The ratios are medians over the rounds of the time of a row
-divided by torch_ckpt's save (or load), so more than 1 means that torch_ckpt is faster.
+divided by torch_ckpt's save (or load), so more than 1 means that torch_ckpt is faster. Rows of
+managers are divided by the manager whose root is on the local disk.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ import argparse
 import os
 import platform
 import shutil
+import socket
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,6 +45,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
 from tests.cluster import hosts
+from torch_ckpt import CheckpointManager
+from torch_ckpt.manager import LocalTier
 
 _TENSORS, _COLUMNS = 16, 1024
 
@@ -56,20 +65,73 @@ def _state(megabytes: int, dim: int) -> dict[str, Any]:
     }
 
 
-def _write(path: str, megabytes: int) -> None:
+def _write_local_file(path: str, megabytes: int) -> None:
     block = os.urandom(8 << 20)
-    os.makedirs(path, exist_ok=True)
-    with open(f"{path}/{dist.get_rank()}", "wb", 0) as file:
+    with open(path, "wb", 0) as file:
         for _ in range(megabytes // dist.get_world_size() // 8):
             file.write(block)
+
+
+def _copy(path: str, directory: str) -> None:
+    os.makedirs(directory, exist_ok=True)
+    to = f"{directory}/{dist.get_rank()}"
+    subprocess.run(["cp", path, to], check=True)
+    with open(to, "rb", 0) as file:
         os.fsync(file.fileno())
 
 
-def measure(root: str, megabytes: int, rounds: int) -> Times:
-    """Measures all contenders, on each rank."""
+def measure_managers(root: str, local: str, megabytes: int, rounds: int) -> Times:
+    """Measures the saves of managers, on each rank.
+
+    Args:
+        root: on the shared file system.
+        local: on the local disk, the same directory for all hosts.
+    """
+    torch.set_num_threads(1)
+    state, times = _state(megabytes, 0), Times()
+    tier = LocalTier(f"{local}/{socket.gethostname()}", keep=1)
+    options: dict[str, Any] = {"interval": 1, "keep": 1, "preemption": None}
+    with (
+        CheckpointManager(f"{root}/run", **options) as shared,
+        CheckpointManager(f"{local}/run", **options) as on_disk,
+        CheckpointManager(f"{root}/tier", local=tier, **options) as tiered,
+    ):
+        managers = {"root": shared, "local disk": on_disk, "local tier": tiered}
+        for number in range(rounds + 1):
+            for name, manager in managers.items():
+                # Only the second of two saves finds the memory of the first one.
+                for is_measured in (False, number > 0):
+                    step = (manager.last_step or 0) + 1
+                    dist.barrier()
+                    begun, cpu = time.perf_counter(), time.process_time()
+
+                    def note(
+                        moment: str, name: str = name, begun: float = begun, cpu: float = cpu
+                    ) -> None:
+                        seconds = time.perf_counter() - begun
+                        used = time.process_time() - cpu
+                        if is_measured:  # noqa: B023
+                            times.setdefault(f"{moment}, {name}", []).append((seconds, used))
+
+                    manager.save(step, state)
+                    note("stall")
+                    manager.wait_until_finished()
+                    dist.barrier()
+                    note("durable")
+                    if manager is tiered:
+                        manager.wait_until_finished(published=True)
+                        dist.barrier()
+                        note("published")
+    return times
+
+
+def measure(root: str, local: str, megabytes: int, rounds: int) -> Times:
+    """Measures saves and loads, on each rank. Args: see :func:`measure_managers`."""
     torch.set_num_threads(1)
     rows, columns = _state(megabytes, 0), _state(megabytes, 1)
     target = {name: torch.zeros_like(value) for name, value in rows.items()}
+    own = f"{local}/file{dist.get_rank()}"
+    _write_local_file(own, megabytes)
     times: Times = {}
     for number in range(rounds + 1):
         at = f"{root}/{number}"
@@ -78,7 +140,7 @@ def measure(root: str, megabytes: int, rounds: int) -> Times:
             "save, stock": lambda at=at: dcp_save(  # type: ignore[misc]
                 rows, storage_writer=FileSystemWriter(f"{at}/stock")
             ),
-            "save, write": lambda at=at: _write(f"{at}/bytes", megabytes),  # type: ignore[misc]
+            "save, cp": lambda at=at: _copy(own, f"{at}/bytes"),  # type: ignore[misc]
             "save, model by rows": lambda at=at: torch_ckpt.save(  # type: ignore[misc]
                 rows, f"{at}/rows", format="safetensors"
             ),
@@ -108,7 +170,8 @@ def _print(kind: str, times: Times) -> None:
     print(f"| {kind} | seconds | CPU seconds | time / torch_ckpt |")
     print("|---|---|---|---|")
     for name, rows in times.items():
-        ours = times[name.partition(",")[0]]
+        first = name.partition(",")[0]
+        ours = times.get(first) or times.get(f"{first}, local disk") or times["durable, local disk"]
         seconds, cpu = (statistics.median(row[i] for row in rows) for i in (0, 1))
         ratio = statistics.median(a[0] / b[0] for a, b in zip(rows, ours, strict=True))
         print(f"| {name} | {seconds:.2f} | {cpu:.2f} | {ratio:.2f} |")
@@ -116,7 +179,7 @@ def _print(kind: str, times: Times) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--kinds", nargs="+", default=["one disk", "juicefs", "sshfs"])
+    parser.add_argument("--kinds", nargs="+", default=["one disk", "juicefs", "moosefs", "sshfs"])
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
@@ -130,11 +193,15 @@ def main() -> None:
             tempfile.TemporaryDirectory() as directory,
             hosts.cluster(kind, Path(directory)) as cluster,
         ):
-            # Not the function of __main__, which the ranks could not import.
-            from benchmarks.cluster import measure as work
+            # Not the functions of __main__, which the ranks could not import.
+            from benchmarks.cluster import measure as saves_and_loads
+            from benchmarks.cluster import measure_managers as managers
 
-            arguments = str(cluster.path), given.megabytes, given.rounds
-            _print(kind, cluster.run(work, *arguments, patience=3600.0)[0])
+            local = Path(directory) / "local"
+            local.mkdir()
+            for title, work in ((kind, saves_and_loads), (f"{kind}: managers", managers)):
+                arguments = str(cluster.path), str(local), given.megabytes, given.rounds
+                _print(title, cluster.run(work, *arguments, patience=3600.0)[0])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ class Event:
 
             - "saving": the state has been copied, and training continues.
             - "saved": the step is complete on all ranks.
+            - "published": with a local tier, the step is complete beneath the root.
             - "save_failed": the save failed; nothing was saved.
             - "exported": the model of the step is published.
             - "export_failed": the export failed; nothing was published.

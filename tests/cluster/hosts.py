@@ -158,7 +158,7 @@ class Client:
 
     Args:
         command: the command, which stays in the foreground.
-        mount: where it mounts.
+        mount: the directory to mount on.
         log: file for its output.
     """
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +64,18 @@ def test_a_load_after_an_overwriting_save_has_the_new_values(hosts: Cluster) -> 
 
 
 @pytest.mark.parametrize("hosts", SHARED, indirect=True)
+def test_steps_on_the_disks_of_two_hosts_survive_the_loss_of_a_host(
+    hosts: Cluster, tmp_path: Path
+) -> None:
+    disks = tmp_path / "disks"
+    assert hosts.run(work.save_to_tier, str(hosts.path), str(disks)) == [[1, 2, 3], [1, 2, 3]]
+    assert {path.name for path in disks.glob("*/*/0*")} == {"0000000002", "0000000003"}
+    assert hosts.run(work.restore_from_tier, str(hosts.path), str(disks)) == [3, 3]
+    shutil.rmtree(disks / "host1")
+    assert hosts.run(work.restore_from_tier, str(hosts.path), str(disks)) == [3, 3]
+
+
+@pytest.mark.parametrize("hosts", SHARED, indirect=True)
 def test_only_one_of_many_jobs_that_start_at_once_gets_the_root(hosts: Cluster) -> None:
     errors = hosts.run(work.start_at_once, str(hosts.path), ranks_per_host=4)
     assert errors.count("") == 1
@@ -113,7 +127,7 @@ def test_a_save_continues_when_the_client_of_a_host_wakes(hosts: Cluster) -> Non
     for rank in range(2):
         hosts.wait_for(f"rank {rank} saves")
     # The client does not answer, so rank 1 cannot save.
-    probe = subprocess.Popen(["stat", str(client.mount / "run")], stdout=subprocess.DEVNULL)
+    probe = subprocess.Popen(["touch", str(client.mount / "probe")])
     with pytest.raises(subprocess.TimeoutExpired):
         probe.wait(1.0)
     client.signal(signal.SIGCONT)

@@ -24,6 +24,7 @@ from torch_ckpt import CheckpointManager, FileSystemReader, FileSystemWriter, Re
 from torch_ckpt._base.machine import boot_id
 from torch_ckpt.cli.host_doctor import diagnose_hosts
 from torch_ckpt.errors import RootInUse
+from torch_ckpt.manager import LocalTier
 from torch_ckpt.steps import open_steps
 
 
@@ -86,9 +87,9 @@ def publish_and_load(root: str) -> list[int]:
     """Publishes versions, and loads each. Returns the numbers of the versions at the end."""
     for number in (1, 2, 3):
         state = tensors_of(state_of(number, number % 2))
-        torch_ckpt.publish(state, f"{root}/policy", number, delta=number > 1, keep=2)
+        version = torch_ckpt.publish(state, f"{root}/policy", number, delta=number > 1, keep=2)
         loaded = tensors_of(blank(number % 2))
-        torch_ckpt.load(loaded, f"{root}/policy")
+        torch_ckpt.load(loaded, version.path)
         assert_equal(loaded, state)
         dist.barrier()
     return [info.step for info in open_steps(f"{root}/policy").entries(leftovers=False)]
@@ -121,6 +122,27 @@ def run_manager(root: str) -> list[int]:
         manager.wait_until_finished()
     dist.barrier()
     return [info.step for info in open_steps(f"{root}/run").entries(leftovers=False)]
+
+
+def save_to_tier(root: str, disks: str) -> list[int]:
+    """Saves steps to the disks of the hosts, from which they are copied. Returns the steps beneath
+    the root."""
+    tier = LocalTier(f"{disks}/{socket.gethostname()}")
+    with CheckpointManager(f"{root}/run", interval=1, local=tier) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"model": state_of(step)})
+        manager.wait_until_finished(published=True)
+        return manager.all_steps()
+
+
+def restore_from_tier(root: str, disks: str) -> int:
+    """Restores, and checks the values. Returns the step."""
+    tier = LocalTier(f"{disks}/{socket.gethostname()}")
+    with CheckpointManager(f"{root}/run", interval=1, local=tier) as manager:
+        state = {"model": blank()}
+        step = manager.restore(state)
+        assert_equal(state["model"], state_of(step))
+        return step
 
 
 def overwrite_and_load(path: str, times: int) -> list[str]:

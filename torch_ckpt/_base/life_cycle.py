@@ -44,6 +44,8 @@ class Part(IntEnum):
     RESULTS = auto()
     #: Watches for preemption notices. Their threads poll the store.
     NOTICES = auto()
+    #: Copies of steps from a local tier to the root. At exit they are given some time.
+    COPIES = auto()
     #: Leases on roots. At exit they are released last, when no save is running any more.
     LEASES = auto()
 

@@ -275,17 +275,6 @@ class ModelTarget(Target):
         """Returns the encoded checksums that each rank has sent, by file of the layout."""
         return [of_rank.files.tables for of_rank in written]
 
-    @property
-    def engine_options(self) -> WriteOptions:
-        most = self.options.max_host_bytes
-        if self._assembly is None or most is None:
-            return self.options
-        # The windows of the assembly use the rest. The engine needs memory for one part. A save to
-        # a URL refuses a smaller limit.
-        least = _PART_BYTES if self._assembles_all else min(most, _PART_BYTES)
-        of_engine = max(most // 2, least)
-        return replace(self.options, max_host_bytes=of_engine)
-
     def written(self) -> None:
         if self._assembly is not None:
             self._assembly.wait()
@@ -318,7 +307,14 @@ class ModelTarget(Target):
         """Begins to assemble the files of this rank."""
         self._listener = self._listener or Listener()
         most = self.options.max_host_bytes
-        of_windows = None if most is None else most // 2
+        of_windows = None
+        if most is not None:
+            of_windows = most // 2
+            # The engine uses the rest, and needs memory for one part. A save to a URL refuses a
+            # smaller limit.
+            least = _PART_BYTES if self._assembles_all else min(most, _PART_BYTES)
+            of_engine = max(most - of_windows, least)
+            self.engine_options = replace(self.options, max_host_bytes=of_engine)
         self._assembly = Assembly(
             share, self._rank, self._listener, self.timeout, files, of_windows, self.count
         )

@@ -4,5 +4,6 @@ import torch_ckpt._base.supported_torch  # noqa: F401
 from torch_ckpt.intervals import AutoInterval
 from torch_ckpt.manager.manager import CheckpointManager
 from torch_ckpt.manager.policies import Preemption, SaveOptions
+from torch_ckpt.steps.tier import LocalTier
 
-__all__ = ["AutoInterval", "CheckpointManager", "Preemption", "SaveOptions"]
+__all__ = ["AutoInterval", "CheckpointManager", "LocalTier", "Preemption", "SaveOptions"]

@@ -97,9 +97,11 @@ class Deletions:
         Raises:
             OSError: the root cannot be listed.
         """
-        later = {info.step for info in self._store.entries(leftovers=False) if info.step > step}
+        steps = {info.step for info in self._store.entries(leftovers=False)}
+        # These are copied to the root later.
+        steps.update(copy.step for copy in self._store.copies())
         with self._lock:
-            self._stale = later
+            self._stale = {other for other in steps if other > step}
 
     def saved(self, step: int) -> None:
         """Records that a step is not stale, because it was saved again or deleted."""
@@ -125,6 +127,16 @@ class Deletions:
         # submit() raises this while the interpreter exits. The next run will delete the steps.
         with suppress(RuntimeError):
             self._thread.submit(self._after_commit, step, clean_up)
+
+    def repeat(self) -> None:
+        """Queues the same deletions as after the last save or restore of this run.
+
+        A local tier calls it after each copy to the root: the copied step may be one that training
+        has not reached again.
+        """
+        if self._newest is not None:
+            with suppress(RuntimeError):
+                self._thread.submit(self._delete_unkept_or_log, self._newest)
 
     # --- waiting for the deleting thread ---------------------------------------------------------
 
@@ -154,9 +166,7 @@ class Deletions:
 
         Without this, a run that starts on a full disk could not commit its first step.
         """
-        if self._newest is not None:
-            with suppress(RuntimeError):
-                self._thread.submit(self._delete_unkept_or_log, self._newest)
+        self.repeat()
         self.wait_until_idle(timeout)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.hooks import RemovableHandle
 
-from torch_ckpt._base.checks import refuse_keyword, require_choice
+from torch_ckpt._base.checks import refuse_keyword, require_choice, require_instance
 from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.paths import absolute
@@ -42,6 +42,7 @@ from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.exports import Exports
 from torch_ckpt.manager.live_tensors import live_tensors
+from torch_ckpt.manager.local_tier import CLOSE_SECONDS, Tier
 from torch_ckpt.manager.policies import (
     DEFAULT_PREEMPTION,
     DEFAULT_SAVES,
@@ -66,6 +67,7 @@ from torch_ckpt.state.states import BeforeSave, require_state
 from torch_ckpt.steps import StepInfo, StepStore, open_steps, step_name
 from torch_ckpt.steps.retention import Retention
 from torch_ckpt.steps.root_lease import RootLease
+from torch_ckpt.steps.tier import LocalTier, TieredSteps
 
 if TYPE_CHECKING:
     from typing_extensions import Never  # in typing since Python 3.11
@@ -106,6 +108,8 @@ class CheckpointManager:
         write: the options of the files. By default, rank 0 shows a progress bar if standard error
             is a terminal.
         read: the options of the loads.
+        local: a directory on each host's own disk, to which saves go first; see
+            :class:`torch_ckpt.manager.LocalTier`.
         export: publishes the model as safetensors files; see :class:`torch_ckpt.Export`.
         on_save_error: what to do if a background save fails. "raise" raises the error from the next
             call of :meth:`save`, :meth:`wait_until_finished`, :meth:`check_for_errors` or
@@ -150,6 +154,7 @@ class CheckpointManager:
         saves: SaveOptions = DEFAULT_SAVES,
         write: WriteOptions | None = None,
         read: ReadOptions = DEFAULT_READ_OPTIONS,
+        local: LocalTier | None = None,
         export: Export | None = None,
         on_save_error: str = "raise",
         on_event: Callable[[Event], None] | None = None,
@@ -169,6 +174,9 @@ class CheckpointManager:
         if not isinstance(root, StepStore):
             settings = write.storage_options or read.storage_options
             root = open_steps(root, storage_options=settings)
+        if local is not None:
+            require_instance("local", local, LocalTier)
+            root = TieredSteps(root, local)
         self._store = root
         if export is not None and absolute(export.root) == absolute(self._store.root):
             raise ValueError(f"{export.root}: exports need another directory than the steps")
@@ -190,6 +198,8 @@ class CheckpointManager:
             self._report = Reporters(self._rank, on_event)
             if read_only or self._rank == 0:
                 self._store.require_root(read_only=read_only)
+            if isinstance(self._store, TieredSteps) and not read_only:
+                self._store.prepare_disk()
             self._lease.take()
 
         with ExitStack() as undo:
@@ -213,7 +223,11 @@ class CheckpointManager:
                 self._report,
             )
             self._deletions = Deletions(self._store, self._retention, self._report)
-            self._restorer = Restorer(run, self._deletions, read)
+            self._tier: Tier | None = None
+            if isinstance(root, TieredSteps) and not read_only:
+                of_tier = group.subgroup(f"{attempt}-tier")
+                self._tier = Tier(root, run, of_tier, write, self._deletions, saves.on_commit)
+            self._restorer = Restorer(run, self._deletions, read, self._tier)
             self._schedule = Schedule(interval, saves, group.subgroup(attempt), timeout)
             self._timeline = Timeline(run, self._deletions)
             self._saver = Saver(
@@ -229,6 +243,7 @@ class CheckpointManager:
                 self._retention,
                 self._before_save,
                 Exports(export, group.subgroup(f"{attempt}-exports"), timeout),
+                self._tier,
             )
             watched = None if read_only else preemption
             self._notice = PreemptionNotice(watched, process_group, timeout)
@@ -435,16 +450,20 @@ class CheckpointManager:
             if pending.handle.done():
                 self.wait_until_finished()
 
-    def wait_until_finished(self, timeout: float | None = None) -> None:
+    def wait_until_finished(self, timeout: float | None = None, *, published: bool = False) -> None:
         """Waits for the running save, and raises the save's error if the save failed.
 
         Args:
             timeout: seconds to wait; None waits indefinitely.
+            published: with a local tier, also wait until all saved steps are complete beneath the
+                root.
 
         Raises:
             TimeoutError: ``timeout`` seconds have passed; the save continues.
             CheckpointException: the save has failed, and ``on_save_error`` is "raise".
+            CheckpointError: a step could not be copied to the root. The copy is tried again later.
         """
+        until = None if timeout is None else time.monotonic() + timeout
         pending = self._saver.pending
         if pending is not None and not pending.wait(timeout):
             raise TimeoutError(
@@ -452,6 +471,18 @@ class CheckpointManager:
                 "the background"
             )
         self.check_for_errors()
+        left = None if until is None else max(0.0, until - time.monotonic())
+        if not published or self._tier is None or self._tier.wait(left):
+            return
+        if until is not None and time.monotonic() >= until:
+            raise TimeoutError(
+                f"not all steps were complete beneath {self._store.root} within {timeout} s; the "
+                "copies continue in the background"
+            )
+        raise CheckpointError(
+            f"steps {self._tier.unpublished()} could not be copied to {self._store.root}, and are "
+            "on the hosts' own disks; the log has the reason"
+        )
 
     def check_for_errors(self) -> None:
         """Raises the error if a save has failed. Raises each error only once. Does not wait.
@@ -482,6 +513,9 @@ class CheckpointManager:
         self._warn_of_due_export()
         self._saver.is_closed = True
         self._notice.close()
+        if self._tier is not None:
+            is_urgent = self._notice.stops and self._saver.deadline is not None
+            self._tier.close(0.0 if is_urgent else CLOSE_SECONDS)
         self._deletions.close()
         pending = self._saver.pending
         if pending is None:
@@ -713,7 +747,11 @@ class CheckpointManager:
         """
         self._require_writable("delete")
         self._lease.require()
-        if self._rank == 0 and not self._deletions.run_in_order(lambda: self._store.delete(step)):
+        if self._rank != 0:
+            return
+        if isinstance(self._store, TieredSteps):
+            self._store.forget(step)
+        if not self._deletions.run_in_order(lambda: self._store.delete(step)):
             raise CheckpointError(
                 f"step {step} of {self._store.root} is being saved or loaded. Try again later."
             )

@@ -39,7 +39,11 @@ class SaveOptions:
         check_replicas_every: N compares replicas in every Nth save, starting with the first.
         on_commit: called with the step number on rank 0, in the save's thread, as soon as the step
             is complete. The save does not end on any rank until the callback has returned. If the
-            callback raises an exception, the save fails on all ranks, but the step is kept.
+            callback raises an exception, the save fails on all ranks, but the step is kept. With a
+            local tier, it is called when the step is complete beneath the root, in the thread that
+            copies; an exception is logged.
+        on_local_commit: the same for a step that is durable on the hosts' own disks; only called
+            with a local tier.
 
     Raises:
         ValueError: an option has an invalid value.
@@ -57,6 +61,7 @@ class SaveOptions:
     check_replicas: str = "warn"
     check_replicas_every: int = 10
     on_commit: Callable[[int], None] | None = None
+    on_local_commit: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         require_choice("if_busy", self.if_busy, ("wait", "skip"))

@@ -1,6 +1,8 @@
 """Chooses the step to restore, which is the same on all ranks.
 
-1. Rank 0 waits for its deletions and lists the complete steps. All ranks try these steps, or only
+1. Rank 0 waits for its deletions and lists the complete steps. With a local tier, every rank also
+   lists the steps on the disk of its host, and serves them to the other ranks until the restore
+   ends (steps/tier.py). All ranks try these steps, or only
    the requested step: first those of the highest epoch and of the runs before it, newest first,
    then those of abandoned lineages (checkpoint/lineage.py). Rank 0 warns if there are any.
 2. If rank 0 sees a step that other ranks do not see, all ranks retry for up to 90 seconds.
@@ -12,6 +14,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -27,12 +30,15 @@ from torch_ckpt.loading.load import LoadArguments
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.deletions import Deletions
+from torch_ckpt.manager.local_tier import Tier
 from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.options import ReadOptions
 from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
-from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
+from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere, may_be_damage
 from torch_ckpt.state.states import require_state
-from torch_ckpt.steps import MARKER_NAME, step_name
+from torch_ckpt.steps import MARKER_NAME, StepInfo, step_name
+from torch_ckpt.steps.local_copy import LocalCopy, saves_on_disks
+from torch_ckpt.steps.tier import Choice, TieredSteps, choose
 
 #: Seconds between attempts to load a step that rank 0 sees and other ranks do not. Network file
 #: systems may cache the absence of a file for a minute.
@@ -48,11 +54,31 @@ class _Candidates(NamedTuple):
         steps: the steps to try, in order.
         unmarked: the paths of the directories that lack only the marker.
         mixture: describes the runs whose steps are mixed; empty if there are none.
+        choices: the copies on the hosts' own disks, by step.
+        addresses: where the ranks serve their copies.
     """
 
     steps: list[int]
     unmarked: list[str]
     mixture: str
+    choices: dict[int, Choice]
+    addresses: list[bytes]
+
+
+class _Listing(NamedTuple):
+    """The steps that one rank sees.
+
+    Attributes:
+        wanted: the step that its caller requests.
+        entries: the steps beneath the root, on rank 0.
+        copies: the steps on the disk of its host.
+        address: where the rank serves these copies; empty if there are none.
+    """
+
+    wanted: int | None
+    entries: list[StepInfo]
+    copies: list[LocalCopy]
+    address: bytes
 
 
 class Restorer:
@@ -62,6 +88,7 @@ class Restorer:
         run: the manager's run.
         deletions: the manager's deletions; they spare the step that is being read.
         read: the options of the loads.
+        tier: the tier on the hosts' own disks, if there is one.
 
     Attributes:
         skipped: number of damaged steps that the last restore skipped.
@@ -69,8 +96,12 @@ class Restorer:
             or if torch's own ``dcp.load`` loaded the step.
     """
 
-    def __init__(self, run: RunContext, deletions: Deletions, read: ReadOptions) -> None:
+    def __init__(
+        self, run: RunContext, deletions: Deletions, read: ReadOptions, tier: Tier | None
+    ) -> None:
         self._run = run
+        self._tier = tier
+        self._disks = run.store if isinstance(run.store, TieredSteps) else None
         self._deletions = deletions
         self._read = read
         self.skipped = 0
@@ -92,6 +123,21 @@ class Restorer:
         Returns:
             The restored step; None if the root has no step.
         """
+        try:
+            return self._restore(state, step, names=names, strict=strict, rename=rename)
+        finally:
+            if self._disks is not None:
+                self._disks.stop_serving()
+
+    def _restore(
+        self,
+        state: dict[str, Any],
+        step: int | None,
+        *,
+        names: Names,
+        strict: bool,
+        rename: Rename,
+    ) -> int | None:
         self.skipped, self.report = 0, None
         # Each attempt reads these again, so convert iterators to tuples.
         arguments: LoadArguments = {
@@ -99,7 +145,8 @@ class Restorer:
             "strict": strict,
             "rename": reusable(rename),
         }
-        candidates, unmarked, mixture = self._agree_on_candidates(step, state)
+        found = self._agree_on_candidates(step, state)
+        candidates, unmarked, mixture = found.steps, found.unmarked, found.mixture
         if unmarked and self._run.rank == 0:
             warn(self._describe_unmarked(unmarked))
         if mixture and step is None and self._run.rank == 0:
@@ -114,12 +161,12 @@ class Restorer:
             tried.add(candidate)
             with self._deletions.reading(candidate):
                 try:
-                    report = self._load_with_retries(candidate, state, arguments)
+                    report = self._load(candidate, found, state, arguments)
                 except CheckpointException as error:
                     if step is not None or not is_damage(error) or is_elsewhere(error):
                         raise
                     damages.append(f"step {candidate}: {causes(error)}")
-                    existing, _unmarked, _mixture = self._agree_on_candidates(None, state)
+                    existing = self._agree_on_candidates(None, state).steps
                     if candidate in existing:
                         self._report_skipped(candidate, damages[-1], candidates)
                     else:
@@ -129,6 +176,8 @@ class Restorer:
                         candidates = [other for other in existing if other not in tried]
                     continue
             self.skipped = len(damages) - deleted
+            if self._tier is not None:
+                self._tier.restored()
             # With a planner, there is no comparison.
             self.report = report if isinstance(report, LoadReport) else None
             return candidate
@@ -136,6 +185,33 @@ class Restorer:
             f"no step in {self._run.store.root} can be loaded; refusing to start from scratch "
             f"silently: {'; '.join(damages)}"
         )
+
+    def _load(
+        self, step: int, found: _Candidates, state: dict[str, Any], arguments: LoadArguments
+    ) -> LoadReport | Checkpoint:
+        """Loads a step. If the load of copies on the hosts' disks fails, verifies the copies, and
+        loads the intact ones, and the files of the root."""
+        try:
+            return self._load_copies(step, found, state, arguments)
+        except CheckpointException as error:
+            if step not in found.choices or not may_be_damage(error):
+                raise
+            choice = found.choices[step]
+            again = self._agree_on_candidates(None, state, [step])
+            other = again.choices.get(step)
+            is_same = choice.is_in_root if other is None else other.digest == choice.digest
+            if step not in again.steps or not is_same:
+                raise
+            if self._run.rank == 0:
+                warn(f"step {step}: {causes(error)}; reading other copies of the files")
+        return self._load_copies(step, again, state, arguments)
+
+    def _load_copies(
+        self, step: int, found: _Candidates, state: dict[str, Any], arguments: LoadArguments
+    ) -> LoadReport | Checkpoint:
+        if self._disks is not None:
+            self._disks.choose(step, found.choices.get(step), found.addresses)
+        return self._load_with_retries(step, state, arguments)
 
     def _report_skipped(self, step: int, damage: str, candidates: list[int]) -> None:
         self._run.report(Event("damaged", step, self._run.rank, message=f"{damage}; skipped"))
@@ -157,37 +233,51 @@ class Restorer:
             f"checkpoint as a step, create an empty file {MARKER_NAME} in its directory."
         )
 
-    def _agree_on_candidates(self, step: int | None, state: dict[str, Any]) -> _Candidates:
-        """Returns rank 0's candidates on all ranks."""
+    def _agree_on_candidates(
+        self, step: int | None, state: dict[str, Any], suspects: Collection[int] = ()
+    ) -> _Candidates:
+        """Returns the same candidates on all ranks.
 
-        def list_on_rank_0() -> tuple[int | None, _Candidates]:
+        Args:
+            suspects: the steps whose copies on the hosts' disks are verified.
+        """
+
+        def list_steps() -> _Listing:
             # Otherwise, an empty root would accept anything.
             require_state(state)
-            if self._run.rank != 0:
-                return step, _Candidates([], [], "")
-            # Wait for pending deletions: they could delete the step that is chosen here.
+            run = self._run
             with call.alive(time.monotonic_ns):
-                self._deletions.wait_until_idle()
-            entries = self._run.store.entries()
-            current, abandoned = by_lineage(info for info in entries if info.complete)
-            return step, _Candidates(
+                copies, address, entries = run.store.copies(suspects), b"", []
+                if self._disks is not None:
+                    address = self._disks.serve(copies, run.rank, run.timeout)
+                if run.rank == 0:
+                    # Wait for pending deletions: they could delete the step that is chosen here.
+                    self._deletions.wait_until_idle()
+                    entries = run.store.entries()
+            return _Listing(step, entries, copies, address)
+
+        def combine(listings: list[_Listing]) -> _Candidates | Disagreement:
+            if len({listing.wanted for listing in listings}) > 1:
+                return Disagreement(
+                    "ranks request different steps:",
+                    [f"rank {rank}: {one.wanted}" for rank, one in enumerate(listings)],
+                )
+            entries = listings[0].entries
+            saves = saves_on_disks([listing.copies for listing in listings])
+            if self._disks is not None:
+                saves = [one for one in saves if not self._disks.is_forgotten(one.step, one.key)]
+            infos, choices = choose(entries, saves)
+            current, abandoned = by_lineage(infos)
+            return _Candidates(
                 [info.step for info in current + abandoned],
                 [info.path for info in entries if info.lacks_marker],
                 describe_mixture(current, abandoned),
+                choices,
+                [listing.address for listing in listings],
             )
 
-        def lists_of_rank_0(
-            values: list[tuple[int | None, _Candidates]],
-        ) -> _Candidates | Disagreement:
-            if len({wanted for wanted, _lists in values}) > 1:
-                return Disagreement(
-                    "ranks request different steps:",
-                    [f"rank {rank}: {wanted}" for rank, (wanted, _) in enumerate(values)],
-                )
-            return values[0][1]
-
         with CollectiveCall(_CALL, self._run.process_group, self._run.timeout) as call:
-            found = call.agree(list_on_rank_0, lists_of_rank_0)
+            found = call.agree(list_steps, combine)
         if step is None:
             return found
         if step in found.steps:

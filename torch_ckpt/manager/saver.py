@@ -42,6 +42,7 @@ from torch_ckpt.errors import CheckpointError, OnCommitFailed, RootInUse
 from torch_ckpt.events import Event
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.exports import Exports
+from torch_ckpt.manager.local_tier import Tier
 from torch_ckpt.manager.policies import SaveOptions
 from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.manager.schedule import Schedule
@@ -127,6 +128,7 @@ class Saver:
         on_error: see ``on_save_error`` of the manager.
         deletions: the manager's deletions, which also make room if the disk is full.
         retention: the retention rules, which may require a metric.
+        tier: the tier on the hosts' own disks, if there is one.
         exports: the model that is exported, if any.
         pending: the last save or export that has started.
         errors: number of failed saves and exports and of failed ``on_commit`` callbacks.
@@ -145,6 +147,7 @@ class Saver:
     retention: Retention
     before_save: BeforeSave
     exports: Exports
+    tier: Tier | None = None
     pending: Pending | None = None
     errors: int = 0
     is_closed: bool = False
@@ -277,10 +280,12 @@ class Saver:
         # Do not refer to `pending`: it refers to the save, which keeps the function.
         callbacks = pending.callbacks
 
+        on_commit = options.on_commit if self.tier is None else options.on_local_commit
+
         def call_on_commit(_checkpoint: Checkpoint) -> None:
-            assert options.on_commit is not None
+            assert on_commit is not None
             with callbacks.running():
-                options.on_commit(step)
+                on_commit(step)
 
         try:
             self._require_metric(metrics, is_last)
@@ -290,7 +295,7 @@ class Saver:
                 RankGroup.of(run.process_group),
                 staging=options.staging,
                 timeout=run.timeout,
-                on_commit=None if options.on_commit is None else call_on_commit,
+                on_commit=None if on_commit is None else call_on_commit,
                 check_replicas=check_replicas,
                 is_reported=True,
             )
@@ -494,6 +499,8 @@ class Saver:
             f"s; training was blocked for {metrics.blocked_s * 1000:.0f} ms"
         )
         run.report(Event("saved", step, run.rank, metrics.total_s, metrics.bytes, message, metrics))
+        if self.tier is not None:
+            self.tier.saved(step)
         if run.rank == 0:
             clean_up = functools.partial(self.schedule.decisions.delete, pending.decision_count)
             self.deletions.after_commit(step, clean_up)

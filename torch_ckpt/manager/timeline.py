@@ -109,8 +109,9 @@ class Timeline:
         return step == self._committed or (self._restored is not None and step >= self._restored)
 
     def _largest_step(self) -> int | None:
-        complete = self._run.store.entries(leftovers=False)
-        return max((info.step for info in complete), default=None)
+        store = self._run.store
+        steps = [info.step for info in store.entries(leftovers=False)]
+        return max([*steps, *(copy.step for copy in store.copies())], default=None)
 
     def _warn_of_later_steps(self, why: str, step: int) -> None:
         complete = self._run.store.entries(leftovers=False)

@@ -238,6 +238,12 @@ def is_damage(error: CheckpointException) -> bool:
     return all(isinstance(cause, Corrupt | EOFError | FileNotFoundError) for cause in found)
 
 
+def may_be_damage(error: CheckpointException) -> bool:
+    """Returns True if another copy of the files might be read without the error."""
+    found = [cause for cause, _frames in error.failures.values()]
+    return all(isinstance(cause, Corrupt | EOFError | OSError) for cause in found)
+
+
 def is_elsewhere(error: CheckpointException) -> bool:
     """Returns True if the load failed because other ranks did not find the step rank 0 chose."""
     found = [cause for cause, _frames in error.failures.values()]

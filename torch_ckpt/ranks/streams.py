@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import math
 import os
 import pickle
 import secrets
@@ -264,9 +265,13 @@ class Listener:
             except OSError:  # closed, or too few descriptors
                 time.sleep(_REST_SECONDS)
                 continue
-            threading.Thread(
+            greet = threading.Thread(
                 target=self._greet, args=[connected], name="torch_ckpt greet", daemon=True
-            ).start()
+            )
+            try:
+                greet.start()
+            except RuntimeError:  # no more threads
+                connected.close()
 
     def _greet(self, connected: socket.socket) -> None:
         """Handles a connection if the other side has the secret, and closes it otherwise."""
@@ -274,7 +279,9 @@ class Listener:
             nonce = secrets.token_bytes(_NONCE_BYTES)
             connected.settimeout(_CONNECT_SECONDS)
             connected.sendall(nonce)
-            greeting = read_exactly(connected, _RANK.size + _NONCE_BYTES + _PROOF_BYTES)
+            deadline = time.monotonic() + _CONNECT_SECONDS
+            length = _RANK.size + _NONCE_BYTES + _PROOF_BYTES
+            greeting = read_exactly(connected, length, deadline)
             encoded_rank, greeting = greeting[: _RANK.size], greeting[_RANK.size :]
             other_nonce, proof = greeting[:_NONCE_BYTES], greeting[_NONCE_BYTES:]
             if not hmac.compare_digest(proof, _proof(self._secret, nonce + encoded_rank)):
@@ -301,16 +308,19 @@ def connect(address: bytes, own: int, other: int, timeout: float) -> Connection:
     Args:
         timeout: see :class:`Connection`.
     """
-    return Connection(open_connection(address, own, other), own, other, timeout)
+    return Connection(open_connection(address, own, other, timeout), own, other, timeout)
 
 
-def open_connection(address: bytes, own: int, other: int) -> socket.socket:
+def open_connection(
+    address: bytes, own: int, other: int, patience: float = _CONNECT_SECONDS
+) -> socket.socket:
     """Connects to another rank.
 
     Args:
         address: the address of the other rank's listener.
         own: this rank.
         other: the other rank.
+        patience: seconds in which the other rank must answer, once it is connected.
 
     Raises:
         PeerLost: the other rank has closed its port.
@@ -323,6 +333,7 @@ def open_connection(address: bytes, own: int, other: int) -> socket.socket:
         connected = None
         try:
             connected = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+            connected.settimeout(patience)
             nonce = secrets.token_bytes(_NONCE_BYTES)
             other_nonce = read_exactly(connected, _NONCE_BYTES)
             encoded_rank = _RANK.pack(own)
@@ -381,14 +392,19 @@ def start_heartbeats(
     return ended.set
 
 
-def read_exactly(connected: socket.socket, bytes: int) -> bytes:
+def read_exactly(connected: socket.socket, bytes: int, deadline: float = math.inf) -> bytes:
     """Reads bytes from a socket.
 
+    Args:
+        deadline: time by time.monotonic().
+
     Raises:
-        OSError: the other side does not send them.
+        OSError: the other side does not send them, or not in time.
     """
     data = b""
     while len(data) < bytes:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the other side is too slow")
         part = connected.recv(bytes - len(data))
         if not part:
             raise ConnectionError("the other side has closed the connection")

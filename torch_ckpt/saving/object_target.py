@@ -122,6 +122,9 @@ class ObjectTarget(CheckpointTarget):
         sources = state.sources(items, bool(self.options.separation_hint))
         return self.directory, f"__{self._rank}_{layout.decode()}", sources
 
+    def open_for_copy(self, layout: bytes) -> ObjectFolder:
+        return self.directory
+
     def undo(self, written: Written) -> None:
         self.directory.remove_written()
 

@@ -8,7 +8,8 @@
    again.
 3. Every rank writes its items with the engine (saving/write.py). For some targets, ranks assemble
    files from what other ranks send meanwhile.
-4. The coordinator encodes the metadata from the plan and the results, and commits the target.
+4. The coordinator encodes the metadata from the plan and the results, and commits the target. For
+   some targets, all ranks then complete the save.
 
 ``save`` runs these steps in the calling thread. A background save runs them in a thread of its own
 (saving/handle.py), with a snapshot of the state that the call has taken.
@@ -70,11 +71,13 @@ class Reply(NamedTuple):
         plan: the reply to the rank's plan; None if all ranks must send their parts.
         layout: the rank's part of the target's layout.
         differing: description of the values that differ between ranks, if they were compared.
+        is_on_hosts: see :attr:`Target.is_on_hosts`.
     """
 
     plan: bytes | None
     layout: bytes = b""
     differing: str = ""
+    is_on_hosts: bool = False
 
 
 class SaveRun:
@@ -122,6 +125,7 @@ class SaveRun:
         self._on_committed: Callable[[bytes, list[Written]], object] | None = None
         self._state = snapshot
         self._opened: Opened | None = None
+        self._written: list[Written] = []  # on the coordinator, until the commit is reported
         watch = None if snapshot is None else snapshot.watch
         self._write = _C.Save(watch)
         # The sources on CUDA devices are complete after these events.
@@ -154,6 +158,8 @@ class SaveRun:
             with ranks.alive(self.moved):
                 write = lambda: self._write_items(reply)  # noqa: E731
                 seal, _ = ranks.exchange("write", write, self._commit, self._target.undo)
+                if reply.is_on_hosts:
+                    seal = self._complete(seal)
         finally:
             self._end()
         return Checkpoint(self._target.path, self.metrics, seal, self._target.read_options)
@@ -215,12 +221,13 @@ class SaveRun:
         if not replies:
             return Answers([Reply(None)] * len(messages))
         differing = self._compare_replicas()
-        layouts = self._target.lay_out(self._plan, [one.opened for one in messages])
+        target = self._target
+        layouts = target.lay_out(self._plan, [one.opened for one in messages])
         made: dict[Reply, Reply] = {}
         return Answers(
             made.setdefault(reply, reply)
             for plan, layout in zip(replies, layouts, strict=True)
-            for reply in [Reply(plan, layout, differing)]
+            for reply in [Reply(plan, layout, differing, target.is_on_hosts)]
         )
 
     def _compare_replicas(self) -> str:
@@ -240,50 +247,47 @@ class SaveRun:
 
     def _write_items(self, reply: Reply) -> tuple[Written, Written]:
         """Writes the items of this rank, and completes the files."""
-        try:
-            return self._write_with_engine(reply)
-        except BaseException:
-            self._target.stop()
-            raise
-
-    def _write_with_engine(self, reply: Reply) -> tuple[Written, Written]:
         state, target, own, metrics = self._state, self._target, self._plan.own, self.metrics
         assert state is not None
         assert reply.plan is not None
-        own.accept(state.structure, reply.plan)
-        self.differing = reply.differing
-        with self._device_streams():
-            # First, because other ranks may wait for the connections of this rank.
-            files = target.files(state, own.items, reply.layout)
-            with target.busy():
-                checksums = state.checksums(own.copies)
-        metrics.planning_s = time.perf_counter() - self._begun
-        is_snapshot = state.watch is not None
-        written = write_files(
-            self._write,
-            *files,
-            target.engine_options,
-            title=f"save {os.path.basename(target.path)}",
-            rank=self._ranks.rank,
-            ranks=self._ranks.size,
-            is_snapshot=is_snapshot,
-            background=target.options.background if is_snapshot else None,
-            # Normal priority if the caller waits for the copies.
-            low_priority_copies=not self._is_blocking,
-            ready=self._ready,
-            advice=_ADVICE,
-            on_staged=self._release,
-        )
-        written.seconds = (*state.seconds, *written.seconds)
-        if checksums:
-            written.checksums = checksums
         try:
-            target.written()
+            own.accept(state.structure, reply.plan)
+            self.differing = reply.differing
+            with self._device_streams():
+                # First, because other ranks may wait for the connections of this rank.
+                files = target.files(state, own.items, reply.layout)
+                with target.busy():
+                    checksums = state.checksums(own.copies)
+            metrics.planning_s = time.perf_counter() - self._begun
+            is_snapshot = state.watch is not None
+            written = write_files(
+                self._write,
+                *files,
+                target.engine_options,
+                title=f"save {os.path.basename(target.path)}",
+                rank=self._ranks.rank,
+                ranks=self._ranks.size,
+                is_snapshot=is_snapshot,
+                background=target.options.background if is_snapshot else None,
+                # Normal priority if the caller waits for the copies.
+                low_priority_copies=not self._is_blocking,
+                ready=self._ready,
+                advice=_ADVICE,
+                on_staged=self._release,
+            )
+            written.seconds = (*state.seconds, *written.seconds)
+            if checksums:
+                written.checksums = checksums
+            try:
+                target.written()
+            except BaseException:
+                target.undo(written)
+                raise
+            metrics.written_s = time.perf_counter() - self._begun
+            return written, written
         except BaseException:
-            target.undo(written)
+            target.stop()
             raise
-        metrics.written_s = time.perf_counter() - self._begun
-        return written, written
 
     def _release(self) -> None:
         """Releases the values, which have been or will be copied, and encodes the metadata on the
@@ -312,11 +316,32 @@ class SaveRun:
     # --- 4. the commit, on the coordinator -------------------------------------------------------
 
     def _commit(self, written: list[Written]) -> bytes:
-        """Returns the seal of the metadata."""
+        """Returns the result of :meth:`Target.commit`."""
         self._plan.require_equal_copies(written)
-        seal = self._target.commit(self._plan, written)
-        if self._on_committed is not None:
-            self._on_committed(seal, written)
+        answer = self._target.commit(self._plan, written)
+        if self._target.is_on_hosts:
+            self._written = written
+        elif self._on_committed is not None:
+            self._on_committed(answer, written)
+        return answer
+
+    def _complete(self, answer: bytes) -> bytes:
+        """Completes the save on all ranks. Returns the seal of the metadata."""
+        seal = self._target.seal_of(answer)
+
+        def publish() -> tuple[None, None]:
+            self._target.publish_on_host(answer)
+            return None, None
+
+        # With a function that undoes, a coordinator that was declared dead does not go on.
+        self._ranks.exchange("publish", publish, lambda _none: None, lambda _none: None)
+        self._target.is_completed = True
+
+        def report(_none: list[None]) -> None:
+            if self._on_committed is not None:
+                self._on_committed(seal, self._written)
+
+        self._ranks.exchange("report", lambda: (None, None), report)
         return seal
 
     # --- the end ---------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ A save calls a target in this order (saving/run.py):
 4. :meth:`Target.written`, on all ranks, when the engine has written the files; :meth:`Target.stop`
    if this rank has failed, and :meth:`Target.undo` if another rank has.
 5. :meth:`Target.commit`, on the coordinator, when the files of all ranks are durable.
-6. :meth:`Target.discard`, on all ranks, at the end of each save. Before the commit, the
+6. If :attr:`Target.is_on_hosts` on the coordinator, :meth:`Target.publish_on_host`, on all ranks,
+   with the result of step 5.
+7. :meth:`Target.discard`, on all ranks, at the end of each save. Before the commit, the
    coordinator's call removes the files of all ranks.
 """
 
@@ -34,7 +36,7 @@ from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.save_state import SaveState
 from torch_ckpt.saving.write import Written
-from torch_ckpt.stores.folder import StreamFolder
+from torch_ckpt.stores.folder import ObjectFolder, StreamFolder
 
 
 class Opened(NamedTuple):
@@ -48,12 +50,17 @@ class Opened(NamedTuple):
             rank offers none.
         address: address at which other ranks can send parts of files to this rank; empty if the
             rank offers none.
+        free: number of free bytes, if the save may go elsewhere; None if it may not, or if the
+            number is unknown.
+        is_taken: True if the directory cannot have this save.
     """
 
     directory: DirectoryIdentity
     save: str = ""
     memory: bytes = b""
     address: bytes = b""
+    free: int | None = None
+    is_taken: bool = False
 
 
 class Target:
@@ -66,6 +73,9 @@ class Target:
 
     #: True if each save to such a target can be compared with the previous one.
     finds_unchanged = True
+    #: True if the save is visible only when all ranks have completed it. Read on the coordinator
+    #: after :meth:`lay_out`.
+    is_on_hosts = False
 
     def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:
         require_instance("options", options, WriteOptions)
@@ -75,6 +85,8 @@ class Target:
         self.read_options = DEFAULT_READ_OPTIONS
         if options.storage_options is not None:
             self.read_options = ReadOptions(storage_options=options.storage_options)
+        #: The options with which the engine writes the files of :meth:`files`.
+        self.engine_options = options
         #: Seconds without a heartbeat after which another rank is declared dead.
         self.timeout = TIMEOUT_SECONDS
         #: Lower bound on the bytes that all ranks write; set on each rank before :meth:`open`.
@@ -83,11 +95,8 @@ class Target:
         self.is_busy = False
         #: Number of bytes that the target itself has moved.
         self.bytes_moved = 0
-
-    @property
-    def engine_options(self) -> WriteOptions:
-        """The options with which the engine writes the files of :meth:`files`."""
-        return self.options
+        #: True once all ranks have completed the save.
+        self.is_completed = False
 
     def select(self, state: SaveState) -> None:
         """Removes the values that the target does not store."""
@@ -138,11 +147,24 @@ class Target:
             written: the results of the writes, indexed by rank.
 
         Returns:
-            The seal of the metadata; empty if there is no metadata.
+            The seal of the metadata; empty if there is no metadata. If :attr:`is_on_hosts`, the
+            argument of :meth:`publish_on_host`.
 
         Raises:
             NotCommitted: nothing is visible, and the files have been removed.
             DurabilityUncertain: the save may be visible, but a power cut could lose it.
+        """
+        raise NotImplementedError
+
+    def seal_of(self, answer: bytes) -> bytes:
+        """Returns the seal of the metadata from the result of :meth:`commit`."""
+        raise NotImplementedError
+
+    def publish_on_host(self, answer: bytes) -> None:
+        """Makes the save visible on this rank's host.
+
+        Args:
+            answer: the result of :meth:`commit`.
         """
         raise NotImplementedError
 
@@ -166,6 +188,19 @@ class CheckpointTarget(Target):
         data = plan.encode(written, self.storage_meta())
         self.publish(data, {name for of_rank in written for name in of_rank.files.names})
         return data.seal
+
+    def open_for_copy(self, layout: bytes) -> OpenDirectory | ObjectFolder:
+        """Returns the directory or objects to which this rank copies files that another save has
+        written, instead of :meth:`files`.
+
+        Args:
+            layout: this rank's part of :meth:`lay_out`.
+        """
+        raise NotImplementedError
+
+    def keep_all(self) -> None:
+        """Makes the end of this save delete nothing."""
+        raise NotImplementedError
 
     def storage_meta(self) -> StorageMeta:
         """Returns the description of the storage that the metadata contains."""
@@ -289,6 +324,17 @@ class DirectoryTarget(CheckpointTarget):
         sources = state.sources(items, bool(self.options.separation_hint))
         prefix = f"__{self._rank}_{tag.decode()}"
         return self.directory, _core.choose_prefix(self.directory, prefix), sources
+
+    def keep_all(self) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.hand_over()
+
+    def open_for_copy(self, layout: bytes) -> OpenDirectory:
+        _tag, probe = layout.split(b"\0", 1)
+        if probe:
+            self.require_probe(probe, self._rank)
+        return self.directory
 
     def undo(self, written: Written) -> None:
         remove_own(self.directory, set(written.files.names))

@@ -140,6 +140,9 @@ class LocalSteps(StepStore):
     def is_complete(self, step: int) -> bool:
         return os.path.lexists(os.path.join(self.path_of(step), MARKER_NAME))
 
+    def marker_of(self, step: int) -> dict[str, Any] | None:
+        return read_marker(self.path_of(step))
+
     def is_pinned(self, step: int) -> bool:
         return os.path.lexists(os.path.join(self.path_of(step), PINNED_NAME))
 

@@ -180,6 +180,15 @@ class ObjectSteps(StepStore):
     def is_complete(self, step: int) -> bool:
         return self._has(step, MARKER_NAME) and not self._has(step, DELETED_NAME)
 
+    def marker_of(self, step: int) -> dict[str, Any] | None:
+        if self._has(step, DELETED_NAME):
+            return None
+        try:
+            marker = self._store.head(f"{step_name(step)}/{MARKER_NAME}")
+        except FileNotFoundError:
+            return None
+        return read_object_marker(self._store, marker)
+
     def is_pinned(self, step: int) -> bool:
         return self._has(step, PINNED_NAME)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import errno
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch_ckpt.loading.report import LoadReport
     from torch_ckpt.saving.target import Target
     from torch_ckpt.steps.lease_protocol import LeaseStore
+    from torch_ckpt.steps.local_copy import LocalCopy
     from torch_ckpt.steps.root_lease import ObservedLease, RootLease
 
 
@@ -162,6 +163,10 @@ class StepStore(abc.ABC):
             OSError: the root cannot be listed.
         """
 
+    def copies(self, suspects: Collection[int] = ()) -> list[LocalCopy]:
+        """Lists the steps on the disk of this host; none without a local tier (tier.py)."""
+        return []
+
     @abc.abstractmethod
     def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
         """Removes the leftovers of interrupted saves and deletions.
@@ -275,6 +280,11 @@ class StepStore(abc.ABC):
             ValueError: the step number is out of range.
             OSError: the step's files cannot be listed.
         """
+
+    @abc.abstractmethod
+    def marker_of(self, step: int) -> dict[str, Any] | None:
+        """Reads the marker of a step; None if the step is not complete. Reads only the step's own
+        directory. See :func:`torch_ckpt.checkpoint.marker.read_marker`."""
 
     @abc.abstractmethod
     def is_pinned(self, step: int) -> bool:

@@ -1,0 +1,698 @@
+"""Copies steps from the hosts' own disks to the root, in the background.
+
+Every rank has a thread. The threads of all ranks make the same rounds. Each round derives its work
+from the disks and the root, so that a round after a failure or a restart continues. One
+round:
+
+1. Every rank reports the steps on the disk of its host, and how often it was notified. The
+   coordinator compares these steps with the root, and chooses the oldest save that is complete on
+   the hosts, is not published, and is newer than the root's step of this number. It also names the
+   saves that the root has now, and the saves to delete: another save has replaced them, or the step
+   was deleted.
+2. Each host notes which saves are published, and deletes steps that it need not keep.
+3. Every rank opens the target beneath the root. The coordinator assigns each file to one of the
+   ranks whose hosts have it.
+4. If hosts keep files of other hosts, ranks copy these to their disks (tier_peers.py). If a rank
+   fails, it logs a warning.
+5. Every rank verifies its files and copies them. A file in a directory is copied under a temporary
+   name, fsynced and renamed, so a file with its final name is complete, and is not copied again
+   after a restart. The attempt in the name of the unfinished directory is the begin of the digest,
+   so that a restart finds the directory. The coordinator stores the same metadata, and completes
+   the step (step.h, object_step.py).
+
+The ranks make rounds until there is nothing to do, and again when they are notified. If a round
+fails, all ranks pause and make another one. A save of which a host has a damaged file is not
+copied.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, ClassVar, NamedTuple
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_ckpt import _core
+from torch_ckpt._base.life_cycle import Part, register
+from torch_ckpt._base.live_objects import LiveObjects
+from torch_ckpt._base.log import LOGGER
+from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, share_or_warn
+from torch_ckpt.checkpoint.index import METADATA_NAME, decode_index
+from torch_ckpt.checkpoint.marker import parsed_marker
+from torch_ckpt.errors import CheckpointError, Corrupt
+from torch_ckpt.ranks.exchange import Answers, Exchange
+from torch_ckpt.ranks.failures import causes, failure_of
+from torch_ckpt.ranks.group import RankGroup
+from torch_ckpt.saving.target import CheckpointTarget, Opened
+from torch_ckpt.steps.host_step import HostStep
+from torch_ckpt.steps.local_copy import Holder, LocalCopy, saves_on_disks
+from torch_ckpt.steps.tier import TieredSteps, key_of_marker
+from torch_ckpt.steps.tier_files import DirectoryFiles, Files, first_fault
+from torch_ckpt.steps.tier_peers import FileServer, PeerFiles
+from torch_ckpt.stores import ObjectStore
+from torch_ckpt.stores.folder import ObjectFolder
+
+_PIECE_BYTES = 16 << 20
+
+# Seconds between two rounds after a failure.
+_PAUSE_SECONDS = 60.0
+
+#: Seconds for which the exit of a program waits for copies, and for which a copy takes to end.
+EXIT_SECONDS, _END_SECONDS = 60.0, 10.0
+
+# A step and the digest of its metadata.
+Save = tuple[int, bytes]
+
+
+class _Message(NamedTuple):
+    """The message of a rank at the begin of a round.
+
+    Attributes:
+        notified: how often the rank was notified.
+        copies: the steps on the disk of its host.
+    """
+
+    notified: int
+    copies: list[LocalCopy]
+
+
+class _Plan(NamedTuple):
+    """The coordinator's answer.
+
+    Attributes:
+        seen: how often every rank was notified.
+        published: the saves that the root has now, or had, and that a host has not noted.
+        fresh: those of them that no host has noted.
+        unwanted: the saves to delete from the disks.
+        save: the save to copy; None if there is none.
+    """
+
+    seen: int
+    published: list[Save]
+    fresh: list[Save]
+    unwanted: list[Save]
+    save: Save | None
+
+
+class _Offer(NamedTuple):
+    """The message of a rank before a copy.
+
+    Attributes:
+        files: sizes of the data files that its host has; None if the host does not have the save.
+        of_all: number of data files on all hosts together.
+        host: identifies the host's disk.
+        address: the address at which the rank serves files; empty if it does not.
+    """
+
+    files: dict[str, int] | None
+    of_all: int
+    host: tuple[object, ...]
+    address: bytes
+
+
+class _Task(NamedTuple):
+    """The part of a copy that one rank does.
+
+    Attributes:
+        files: names of the files to copy.
+        sends: True if the rank sends the metadata and the marker.
+        share: part of the rate limit.
+        peers: the files of other hosts to copy to the disk of this host, and their holders.
+    """
+
+    files: list[str]
+    sends: bool
+    share: float
+    peers: dict[str, Holder]
+
+
+class Copier:
+    """Copies steps to the root, in the background. All ranks make the same calls in the same order.
+
+    Args:
+        steps: the steps of the root and of the disks.
+        group: the ranks; used by this object only.
+        target: creates the target of a step beneath the root, from the step, the attempt, and a
+            function that returns the contents of the marker.
+        timeout: seconds without a heartbeat after which a rank is declared dead.
+        on_published: called on rank 0, once for each save that the root has now, with the step.
+    """
+
+    # The copiers of this process that have a thread.
+    _running: ClassVar[LiveObjects[Copier]] = LiveObjects()
+
+    def __init__(
+        self,
+        steps: TieredSteps,
+        group: RankGroup,
+        target: Callable[[int, str, Callable[[], dict[str, Any]]], CheckpointTarget],
+        timeout: float,
+        on_published: Callable[[int], None],
+    ) -> None:
+        self.steps = steps
+        self.timeout = timeout
+        self.target = target
+        self._group = group
+        self._on_published = on_published
+        self._changed = threading.Condition()
+        self._exchange: Exchange | None = None
+        self._copy: _Copy | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        # How often this rank was notified; how often every rank was, before the last round that
+        # found nothing to copy; and the failed rounds.
+        self._notified = self._seen = self._failures = 0
+        # The saves of this process that are not known to be published.
+        self._own: set[Save] = set()
+        # On the coordinator: the saves that were reported, and those that cannot be copied.
+        self._reported: set[Save] = set()
+        self._damaged: set[Save] = set()
+
+    def notify(self, save: Save | None = None) -> None:
+        """Makes a round.
+
+        Args:
+            save: a save of this process, for which :meth:`wait` waits.
+        """
+        with self._changed:
+            self._notified += 1
+            if save is not None:
+                self._own.add(save)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="torch_ckpt copies", daemon=True)
+                thread.start()
+                self._thread = thread
+                self._running.add(self)
+            self._changed.notify_all()
+
+    def unpublished(self) -> list[int]:
+        """Returns the steps of this process that are not known to be published."""
+        with self._changed:
+            return sorted(step for step, _digest in self._own)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the saves of this process are published, or a round has failed. Does not wait
+        in a callback of a copy.
+
+        Returns:
+            True if they are published.
+        """
+        with self._changed:
+            notified, failures = self._notified, self._failures
+            if threading.current_thread() is not self._thread:
+                self._changed.wait_for(
+                    lambda: self._seen >= notified or self._failures > failures or self._is_closed,
+                    timeout,
+                )
+            return not self._own
+
+    def close(self, timeout: float | None) -> None:
+        """Waits for the copies, at most for ``timeout`` seconds, and ends the thread. Logs the
+        steps that are not published."""
+        self.wait(timeout)
+        with self._changed:
+            was_closed, self._is_closed = self._is_closed, True
+            exchange, copy = self._exchange, self._copy
+            self._changed.notify_all()
+        if exchange is not None:
+            exchange.cancel(failure_of(CheckpointError("the program has ended")))
+        if copy is not None:
+            copy.stop()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_END_SECONDS)
+            if not thread.is_alive():
+                self._running.discard(self)
+        if self._own and not was_closed:
+            LOGGER.warning(
+                "%s: steps %s are on the hosts' own disks, but not beneath the root. The next run "
+                "on these hosts copies them",
+                self.steps.disk.root,
+                self.unpublished(),
+            )
+
+    @classmethod
+    def end_all(cls) -> None:
+        """Ends all copiers, when the interpreter exits. A thread that uses the store later would
+        crash the process."""
+        for copier in cls._running:
+            copier.close(EXIT_SECONDS)
+
+    @classmethod
+    def forget_in_child(cls) -> None:
+        """Drops the copiers of the parent."""
+        cls._running = LiveObjects()
+
+    def pause(self, seconds: float) -> None:
+        """Waits, in the copier's thread.
+
+        Raises:
+            CheckpointError: the copier is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, seconds)
+            if self._is_closed:
+                raise CheckpointError("the program has ended")
+
+    # --- private, in the copier's thread ---------------------------------------------------------
+
+    def _run(self) -> None:
+        has_failed = False
+        while True:
+            with self._changed:
+                # All ranks agree on what they have seen, so they make the same rounds.
+                begun_with = self._notified if has_failed else self._seen
+                seconds = min(self.timeout / 4, _PAUSE_SECONDS) if has_failed else None
+                self._wait_for_notification(begun_with, seconds)
+                if self._is_closed:
+                    return
+            try:
+                plan = self._make_round()
+                has_failed = False
+            except (Exception, CheckpointException) as error:  # torch's error is no Exception
+                # The next round leaves out a damaged save.
+                has_failed = not _is_corrupt(error)
+                with self._changed:
+                    self._failures += has_failed
+                    self._changed.notify_all()
+                    if not self._is_closed:
+                        LOGGER.warning("steps could not be copied to the root: %s", causes(error))
+                continue
+            with self._changed:
+                self._own -= {*plan.published, *plan.unwanted}
+                if plan.save is None:
+                    self._seen = plan.seen
+                self._changed.notify_all()
+
+    def _wait_for_notification(self, number: int, seconds: float | None) -> None:
+        """Waits until there were more than ``number`` notifications."""
+        self._changed.wait_for(lambda: self._is_closed or self._notified > number, seconds)
+
+    def _make_round(self) -> _Plan:
+        # Nothing may fail before, because the other ranks wait for this one.
+        exchange = Exchange.open(self._group, "publish", self.timeout)
+        with self._changed:
+            self._exchange = exchange
+            if self._is_closed:
+                exchange.cancel(failure_of(CheckpointError("the program has ended")))
+        try:
+            with exchange, exchange.alive(self._moved):
+                plan, _ = exchange.exchange("list", self._list, self._choose)
+                exchange.run("note", lambda: self._note(plan, exchange.is_coordinator))
+                if plan.save is not None:
+                    self._make_copy(plan.save, exchange)
+        finally:
+            self._exchange = None
+        return plan
+
+    def _moved(self) -> int:
+        """Returns a number that changes while this rank makes progress."""
+        return time.monotonic_ns() if self._copy is None else self._copy.moved()
+
+    def _list(self) -> tuple[_Message, None]:
+        with self._changed:
+            notified = self._notified
+        return _Message(notified, self.steps.copies()), None
+
+    def _choose(self, messages: list[_Message]) -> _Plan:
+        published: list[Save] = []
+        fresh: list[Save] = []
+        unwanted: list[Save] = []
+        chosen: Save | None = None
+        for save in saves_on_disks([message.copies for message in messages]):
+            key = save.step, save.digest
+            if self.steps.is_forgotten(save.step, save.key):
+                unwanted.append(key)
+                continue
+            if save.is_published:
+                # Not every host has noted it.
+                published.extend([] if save.is_noted else [key])
+                continue
+            in_root = self.steps.root_key(save.step)
+            if in_root == save.key:
+                published.append(key)
+                fresh.append(key)
+            elif save.step in self.steps.straight:
+                continue
+            elif in_root is not None and save.key < in_root and math.isfinite(in_root[0]):
+                unwanted.append(key)
+            elif chosen is None and save.is_complete and key not in self._damaged:
+                # Not if a user has made the step in the root, or if its marker cannot be read.
+                chosen = key if in_root is None or math.isfinite(in_root[0]) else None
+        seen = min(message.notified for message in messages)
+        return _Plan(seen, published, fresh, unwanted, chosen)
+
+    def _note(self, plan: _Plan, is_coordinator: bool) -> None:
+        """Updates the disk of this host. An error is logged: the next round tries again."""
+        for function, saves in (
+            (self.steps.note_published, plan.published),
+            (self.steps.drop, plan.unwanted),
+        ):
+            for save in saves:
+                try:
+                    function(*save)
+                except (OSError, CheckpointError) as error:
+                    LOGGER.warning("step %d on the disk of this host: %s", save[0], error)
+        if is_coordinator:
+            for save in plan.fresh:
+                if save not in self._reported:
+                    self._reported.add(save)
+                    self._on_published(save[0])
+        self.steps.delete_old()
+
+    def _make_copy(self, save: Save, exchange: Exchange) -> None:
+        copy = _Copy(self, *save)
+        with self._changed:
+            self._copy = copy
+        try:
+            (task, layout, addresses), _ = exchange.exchange(
+                "offer",
+                lambda: (copy.offer(exchange.rank, exchange.size), None),
+                lambda offers: _assign(offers, copy, self.steps.tier.peers),
+            )
+            if self.steps.tier.peers:
+                exchange.run("peers", lambda: copy.copy_from_peers(task, addresses))
+            # With a function that undoes, a coordinator that was declared dead does not commit.
+            exchange.exchange(
+                "copy",
+                lambda: (copy.copy(task, layout), None),
+                copy.complete,
+                lambda _none: None,
+            )
+        except CheckpointException as error:
+            if _is_corrupt(error):
+                self._damaged.add(save)
+            raise
+        finally:
+            with self._changed:
+                self._copy = None
+            copy.close()
+
+    def pieces(
+        self,
+        files: Files,
+        name: str,
+        share: float,
+        busy: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[memoryview]:
+        """Yields a file in pieces, as fast as the limit permits.
+
+        Args:
+            share: part of the limit.
+            busy: see :meth:`Target.busy`.
+        """
+        begun, offset, count = time.monotonic(), 0, files.size(name)
+        limit = self.steps.tier.bytes_per_second
+        while offset < count:
+            self.pause(0.0)
+            piece = files.read(name, offset, min(_PIECE_BYTES, count - offset))
+            offset += len(piece)
+            yield piece
+            del piece
+            if limit is not None:
+                with busy():
+                    self.pause(max(0.0, begun + offset / (limit * share) - time.monotonic()))
+
+
+def _assign(
+    offers: list[tuple[_Offer, Opened]], copy: _Copy, peers: int
+) -> Answers[tuple[_Task, bytes, list[bytes]]]:
+    """Assigns each file to the rank with the least bytes among those that have it."""
+    files = [offer.files or {} for offer, _opened in offers]
+    holders = [rank for rank, (offer, _opened) in enumerate(offers) if offer.files is not None]
+    sizes = {name: count for of_host in files for name, count in of_host.items()}
+    if not holders or len(sizes) < offers[holders[0]][0].of_all:
+        raise CheckpointError(f"the hosts do not have all files of step {copy.step} any more")
+    tasks: list[list[str]] = [[] for _ in offers]
+    loads = [0] * len(offers)
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        having = [rank for rank in holders if name in files[rank]]
+        rank = min(having, key=loads.__getitem__)
+        tasks[rank].append(name)
+        loads[rank] += sizes[name]
+    hosts = [offer.host for offer, _opened in offers]
+    layouts = copy.lay_out([opened for _offer, opened in offers])
+    of_peers = assign_to_peers([offer for offer, _opened in offers], holders, peers)
+    addresses = [offer.address for offer, _opened in offers]
+    return Answers(
+        (
+            _Task(names, rank == holders[0], 1.0 / hosts.count(hosts[rank]), from_peers),
+            layout,
+            addresses,
+        )
+        for rank, (names, layout, from_peers) in enumerate(
+            zip(tasks, layouts, of_peers, strict=True)
+        )
+    )
+
+
+def assign_to_peers(
+    offers: Sequence[_Offer], holders: Sequence[int], peers: int
+) -> list[dict[str, Holder]]:
+    """Assigns copies of files, so that each file is on ``1 + peers`` hosts, if there are as many.
+
+    A host copies the files of the hosts before it, in the order of their first ranks. Its ranks
+    share the files.
+
+    Args:
+        offers: the offers of all ranks.
+        holders: the ranks whose hosts have the step.
+
+    Returns:
+        For each rank, the files that it copies, and the ranks that serve them.
+    """
+    ranks_of: dict[tuple[object, ...], list[int]] = {}
+    for rank in holders:
+        ranks_of.setdefault(offers[rank].host, []).append(rank)
+    hosts = list(ranks_of.values())
+    assigned: list[dict[str, Holder]] = [{} for _ in offers]
+    loads = [0] * len(offers)
+    files = [offers[ranks[0]].files or {} for ranks in hosts]
+    sizes = {name: count for of_host in files for name, count in of_host.items()}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        having = [number for number, of_host in enumerate(files) if name in of_host]
+        others = [(having[0] + step) % len(hosts) for step in range(1, len(hosts))]
+        lacking = [number for number in others if number not in having]
+        for number in lacking[: max(0, 1 + peers - len(having))]:
+            rank = min(hosts[number], key=loads.__getitem__)
+            server = hosts[having[0]][hosts[number].index(rank) % len(hosts[having[0]])]
+            assigned[rank][name] = Holder(server, sizes[name])
+            loads[rank] += sizes[name]
+    return assigned
+
+
+def _is_corrupt(error: BaseException) -> bool:
+    """Returns True on all ranks if a host has a damaged file."""
+    found = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return any(isinstance(cause, Corrupt) for cause, _stack in found)
+
+
+class _Copy:
+    """This rank's part of one copy."""
+
+    def __init__(self, copier: Copier, step: int, digest: bytes) -> None:
+        self.step = step
+        self.digest = digest
+        self._copier = copier
+        self._found: HostStep | None = None
+        self._files: DirectoryFiles | None = None
+        self._server: FileServer | None = None
+        self._peers: PeerFiles | None = None
+        self._rank = 0
+        self._target: CheckpointTarget | None = None
+        self._marker: dict[str, Any] = {}
+        self._bytes = 0
+
+    @property
+    def target(self) -> CheckpointTarget:
+        assert self._target is not None
+        return self._target
+
+    def moved(self) -> int:
+        """Returns a number that changes while the copy makes progress."""
+        target = self._target
+        is_busy = target is not None and target.is_busy
+        return self._bytes + (time.monotonic_ns() if is_busy else 0)
+
+    def offer(self, rank: int, ranks: int) -> tuple[_Offer, Opened]:
+        """Opens the step on this host, and the target."""
+        copier, self._rank = self._copier, rank
+        disk = copier.steps.disk
+        with suppress(FileNotFoundError):
+            self._found = HostStep(disk, self.step)
+        if self._found is not None and self._found.digest != self.digest:
+            self._found.close()
+            self._found = None
+        found, files, of_all = self._found, None, 0
+        host: tuple[object, ...] = ()
+        if found is not None:
+            # So that no other process deletes the step.
+            share_or_warn(found.directory)
+            files, of_all = found.files(), len(found.named())
+            self._files = DirectoryFiles(found.directory, files)
+            identity = DirectoryIdentity.of(found.directory)
+            host = identity.mounts, identity.numbers
+            if copier.steps.tier.peers:
+                self._server = FileServer(disk, copier.timeout)
+        # A restart finds the unfinished directory by this attempt.
+        attempt = self.digest.hex()[:8]
+        self._target = copier.target(self.step, attempt, lambda: self._marker)
+        opened = self._target.open(rank, ranks)
+        address = b"" if self._server is None else self._server.address
+        return _Offer(files, of_all, host, address), opened
+
+    def stop(self) -> None:
+        """Ends reads from other hosts. May be called from any thread."""
+        peers = self._peers
+        if peers is not None:
+            peers.close()
+
+    def lay_out(self, opened: list[Opened]) -> Sequence[bytes]:
+        return self.target.lay_out(None, opened)  # type: ignore[arg-type]  # without a plan
+
+    def copy_from_peers(self, task: _Task, addresses: Sequence[bytes]) -> None:
+        """Copies files of other hosts to the disk of this host. Logs a warning if it fails."""
+        if not task.peers:
+            return
+        found, copier = self._found, self._copier
+        assert found is not None
+        files = self._peers = PeerFiles(
+            self.step, self.digest, task.peers, addresses, self._rank, copier.timeout
+        )
+        try:
+            for name in task.peers:
+                pieces = self._counted(copier.pieces(files, name, task.share, self.target.busy))
+                _copy_to_directory(
+                    found.directory, name, pieces, files.size(name), self.target.busy
+                )
+            found.directory.sync()
+            self._require_intact([*task.peers])
+        except (OSError, Corrupt) as error:
+            for name in task.peers:
+                with suppress(OSError):
+                    found.directory.remove(name)
+            LOGGER.warning(
+                "step %d: the disk of this host does not have the files of other hosts: %s",
+                self.step,
+                error,
+            )
+        finally:
+            files.close()
+
+    def copy(self, task: _Task, layout: bytes) -> tuple[bytes, bytes] | None:
+        """Copies the files of this rank. Returns the metadata and the marker if the rank sends
+        them."""
+        if task.files:
+            self._require_intact(task.files)
+        folder = self.target.open_for_copy(layout)
+        for name in task.files:
+            assert self._files is not None
+            count = self._files.size(name)
+            pieces = self._counted(
+                self._copier.pieces(self._files, name, task.share, self.target.busy)
+            )
+            if isinstance(folder, ObjectFolder):
+                _copy_to_store(folder.store, name, pieces, count)
+            else:
+                _copy_to_directory(folder, name, pieces, count, self.target.busy)
+        if not task.sends:
+            return None
+        assert self._found is not None
+        return self._found.metadata, self._found.marker
+
+    def _require_intact(self, names: list[str]) -> None:
+        """Verifies files of this host, so that the root does not get damaged ones.
+
+        Raises:
+            Corrupt: a file is damaged.
+        """
+        found = self._found
+        assert found is not None
+        with self.target.busy():
+            fault = first_fault(found.directory, found.metadata, names)
+        if fault:
+            raise Corrupt(
+                f"{fault}. Step {self.step} is not copied; repair the file, or delete the step on "
+                "this disk"
+            )
+
+    def complete(self, sent: list[tuple[bytes, bytes] | None]) -> None:
+        """Completes the step, on the coordinator."""
+        [(metadata, marker)] = [one for one in sent if one is not None]
+        self._marker.update(parsed_marker(marker))
+        files = decode_index(metadata, METADATA_NAME).files()
+        steps = self._copier.steps
+        with self.target.busy(), steps.publishing:
+            in_root, key = steps.root_key(self.step), key_of_marker(self._marker)
+            is_newer = in_root is not None and in_root > key
+            if is_newer or self.step in steps.straight or steps.is_forgotten(self.step, key):
+                raise CheckpointError(f"step {self.step} has been saved again or deleted")
+            self.target.publish(_core.EncodedMetadata(metadata), files)
+
+    def close(self) -> None:
+        if self._target is not None:
+            # After a failure, the next attempt continues with the files that are there.
+            self._target.keep_all()
+            self._target.discard()
+        if self._server is not None:
+            self._server.close()
+        if self._files is not None:
+            self._files.close()
+        if self._found is not None:
+            self._found.close()
+
+    def _counted(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        for piece in pieces:
+            self._bytes += len(piece)
+            yield piece
+            del piece
+
+
+def _copy_to_store(store: ObjectStore, name: str, pieces: Iterator[memoryview], count: int) -> None:
+    found = store.find(name)
+    # An object is complete, and no other save uses its name.
+    if found is None or found.bytes != count:
+        store.put(name, pieces, count)
+
+
+def _copy_to_directory(
+    directory: OpenDirectory,
+    name: str,
+    pieces: Iterator[memoryview],
+    count: int,
+    busy: Callable[[], AbstractContextManager[None]],
+) -> None:
+    with suppress(FileNotFoundError):
+        # Complete, because files get their names when they are complete.
+        if directory.length_of(name) == count:
+            return
+    temporary = f".{name}.part"
+    path = os.path.join(directory.path, name)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    _core.fault_point("open", path)
+    fd = os.open(temporary, flags, 0o666, dir_fd=directory.fd)
+    try:
+        try:
+            for piece in pieces:
+                while piece:
+                    _core.fault_point("pwrite", path)
+                    piece = piece[os.write(fd, piece) :]
+            _core.fault_point("fsync", path)
+            with busy():
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        _core.fault_point("rename", path)
+        os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=directory.fd)
+        raise
+
+
+register(Part.COPIES, at_exit=Copier.end_all, in_child=Copier.forget_in_child)
