@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,8 +55,9 @@ from tests.distributed.loads import (
 from tests.loads import with_read_options
 from tests.local_steps import saved
 from tests.support import assert_equal, data_files, emptied
-from torch_ckpt import Corrupt, LoadMismatch
+from torch_ckpt import Corrupt, LoadMismatch, _core
 from torch_ckpt.checkpoint.chunks import local_chunks
+from torch_ckpt.checkpoint.folders import LocalFolder
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.inspection.diff import diff
 from torch_ckpt.steps import LocalSteps
@@ -571,6 +573,25 @@ def case_all_ranks_load_the_newest_step_of_a_root_unless_it_changes_meanwhile(
             causes = failure_of(launch, load, state, root)
         assert "ranks have read the metadata of different saves" in str(causes[0])
         assert not state["w"].any()
+
+
+def case_ranks_wait_until_all_of_them_see_the_newest_step(launch: Launch) -> None:
+    root = launch.path("run")
+    on_rank_0(launch, lambda: (saved(LocalSteps(root), 1), saved(LocalSteps(root), 2, 2.0)))
+    stale = iter(["0000000002"] if launch.rank == 1 else [])
+    real = LocalFolder.markers
+
+    def markers(folder: LocalFolder) -> dict[str, dict[str, Any] | None]:
+        missing = next(stale, "")
+        return {name: marker for name, marker in real(folder).items() if name != missing}
+
+    state = {"w": torch.zeros(5, 3)}
+    with (
+        mock.patch.object(LocalFolder, "markers", markers),
+        mock.patch.object(_core.Directory, "is_local", False),
+    ):
+        torch_ckpt.load(state, root)
+    assert state["w"][0].tolist() == [2.0] * 3
 
 
 test_on_ranks = on_ranks(globals())

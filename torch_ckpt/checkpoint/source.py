@@ -99,6 +99,8 @@ class Source:
         tables: the checksum tables, or the index that has them.
         metadata_digest: a digest of the metadata, which is equal on all ranks that read the same
             checkpoint; None without ``read_once``.
+        may_be_stale: True if another host may have changed the directory without this host seeing
+            it yet.
         has_all_ranks: False if the metadata describes only the values of one rank.
     """
 
@@ -129,6 +131,7 @@ class Source:
         self.tables: _core.CheckpointIndex | dict[str, bytes] = {}
         self.metadata_digest: bytes | None = None
         self.has_all_ranks = True
+        self.may_be_stale = False
         self._transforms = transforms
         self._is_elsewhere = False
         # Time by time.monotonic() until which a directory may be stale; 0 if none has been.
@@ -213,6 +216,7 @@ class Source:
         # Lock the directory before reading the metadata: from then on, no save can remove the files
         # that it names.
         self.directory = share_or_warn(folder)
+        self.may_be_stale = isinstance(folder, LocalFolder) and not folder.is_local
         is_remote = is_url(self.path)
         # Only a root or a step number must be resolved to the same directory on all ranks: a newer
         # step may be completed before the next rank looks for the newest one.

@@ -2,7 +2,9 @@
 
 1. Every rank builds targets for the values, and compares them with the checkpoint: names, kinds,
    shapes and dtypes. If any rank cannot load, all ranks raise, and no value has been changed. Ranks
-   exchange plans and metadata only for ``read_once``.
+   exchange plans and metadata only for ``read_once``. If ranks have found different newest steps of
+   a root on a network file system, all ranks begin again, for up to 30 s: a host may list a step
+   that another host has saved only after some time.
 2. Every rank allocates memory for the meta tensors to load, and reads the values that it needs. The
    engine plans the reads from the index. torch describes the parts of tensors that the engine does
    not know, such as ShardedTensors (checkpoint/flat_state.py). Tensors are filled in place.
@@ -14,6 +16,7 @@ With ``free_before_read``, steps 2 and 3 are made for one top-level key at a tim
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -37,6 +40,7 @@ from torch_ckpt.checkpoint.flat_state import flatten_sharded_tensors
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.checkpoint.reading import Reading
+from torch_ckpt.checkpoint.shared_directory import PAUSE_SECONDS, STALE_SECONDS
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.by_planner import load_by_dcp
@@ -49,7 +53,7 @@ from torch_ckpt.loading.match import (
     flattened_as_2_3,
     torchs_words,
 )
-from torch_ckpt.loading.page_cache import RankReads, want_same_bytes
+from torch_ckpt.loading.page_cache import DifferentSaves, RankReads, want_same_bytes
 from torch_ckpt.loading.renaming import Rename, new_names, rename_in, suggested_rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
 from torch_ckpt.loading.shared_reads import open_once, read_once
@@ -129,17 +133,25 @@ def load(
     try:
         with ExitStack() as stack, ranks:
             states = States(state_dict)
-            source = source_of()
-            stack.callback(source.close)
-            if free_before_read and source.options.read_once:
-                raise ValueError("Pass either free_before_read or read_once, not both.")
-            run = LoadRun(
-                source, ranks, states, names, rename, restores_structure=restores_structure
-            )
-            if free_before_read:
-                run.run_freeing(strict)
-            else:
-                run.run(strict, process_group)
+            deadline = time.monotonic() + STALE_SECONDS
+            while True:
+                source = source_of()
+                stack.callback(source.close)
+                if free_before_read and source.options.read_once:
+                    raise ValueError("Pass either free_before_read or read_once, not both.")
+                run = LoadRun(
+                    source, ranks, states, names, rename, restores_structure=restores_structure
+                )
+                try:
+                    if free_before_read:
+                        run.run_freeing(strict)
+                    else:
+                        run.run(strict, process_group)
+                    break
+                except CheckpointFailed as error:
+                    if free_before_read or not run.has_stale_root(error, deadline):
+                        raise
+                    time.sleep(PAUSE_SECONDS)
             if source.narrowed:
                 warn_of_lost_precision(source.narrowed)
             return run.report
@@ -222,6 +234,30 @@ class LoadRun:
             self._ranks.run("finish", partial(self._restore_all, match))
         else:
             self._restore_all(match)
+
+    def has_stale_root(self, error: CheckpointFailed, deadline: float) -> bool:
+        """After a failed comparison, returns True on all ranks if the newest step of a root on a
+        network file system differs between ranks.
+
+        Args:
+            error: the error of :meth:`run`.
+            deadline: the time by time.monotonic() after which all ranks get False.
+        """
+        causes = [cause for cause, _frames in error.failures.values()]
+        if not all(isinstance(cause, LoadMismatch | DifferentSaves) for cause in causes):
+            return False
+        source = self._source
+
+        def combine(found: list[tuple[RankReads, bool]]) -> bool:
+            try:
+                want_same_bytes([reads for reads, _is_stale in found], None, source.title)
+            except DifferentSaves:
+                return time.monotonic() < deadline and any(is_stale for _reads, is_stale in found)
+            return False
+
+        reads = RankReads(resolved=source.resolved)
+        send = lambda: ((reads, source.may_be_stale), None)  # noqa: E731
+        return self._ranks.exchange("compare", send, combine)[0]
 
     def run_freeing(self, strict: Strict) -> None:
         """Loads a state that is too large to fit into memory twice.

@@ -72,6 +72,10 @@ class RankReads:
         return cls(total, digest, resolved)
 
 
+class DifferentSaves(CheckpointError):
+    """Ranks have opened different checkpoints."""
+
+
 def want_same_bytes(ranks: Sequence[RankReads], stored_bytes: int | None, title: str) -> bool:
     """Returns True if many of the bytes that the ranks of a machine read are the same.
 
@@ -81,12 +85,12 @@ def want_same_bytes(ranks: Sequence[RankReads], stored_bytes: int | None, title:
         title: the checkpoint as the user knows it.
 
     Raises:
-        CheckpointError: ranks have opened different checkpoints.
+        DifferentSaves: ranks have opened different checkpoints.
     """
     of_path: dict[str, str] = {}
     pairs = [reads.resolved for reads in ranks if reads.resolved is not None]
     if any(of_path.setdefault(path, found) != found for path, found in pairs):
-        raise CheckpointError(
+        raise DifferentSaves(
             f"{title}: ranks have read the metadata of different saves, because the checkpoint was "
             "replaced or a newer step was saved while the load started; load again"
         )
