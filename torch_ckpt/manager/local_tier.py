@@ -32,7 +32,6 @@ class Tier:
         write: the options of the files.
         deletions: the manager's deletions, which follow each copy.
         on_commit: see :class:`SaveOptions`.
-
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Tier:
         """Waits until the steps are copied to the root. Returns False if they are not."""
         return self._copier.wait(timeout)
 
-    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+    def close(self, timeout: float) -> None:
         """Waits for the copies, at most for ``timeout`` seconds."""
         self._copier.close(timeout)
 

@@ -392,8 +392,15 @@ def start_heartbeats(
     return ended.set
 
 
-def read_exactly(connected: socket.socket, bytes: int, deadline: float = math.inf) -> bytes:
-    """Reads bytes from a socket.
+def read_exactly(connected: socket.socket, count: int, deadline: float = math.inf) -> bytes:
+    """Returns bytes from a socket; see :func:`receive_into`."""
+    data = bytearray(count)
+    receive_into(connected, memoryview(data), deadline)
+    return bytes(data)
+
+
+def receive_into(connected: socket.socket, into: memoryview, deadline: float = math.inf) -> None:
+    """Reads as many bytes from a socket as ``into`` has.
 
     Args:
         deadline: time by time.monotonic().
@@ -401,15 +408,13 @@ def read_exactly(connected: socket.socket, bytes: int, deadline: float = math.in
     Raises:
         OSError: the other side does not send them, or not in time.
     """
-    data = b""
-    while len(data) < bytes:
+    while len(into) > 0:
         if time.monotonic() > deadline:
             raise TimeoutError("the other side is too slow")
-        part = connected.recv(bytes - len(data))
-        if not part:
+        count = connected.recv_into(into)
+        if count == 0:
             raise ConnectionError("the other side has closed the connection")
-        data += part
-    return data
+        into = into[count:]
 
 
 def _proof(secret: bytes, data: bytes) -> bytes:

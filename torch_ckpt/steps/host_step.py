@@ -94,5 +94,4 @@ def describe(disk: LocalSteps, step: int, *, verify: bool) -> LocalCopy:
             files | {METADATA_NAME: len(found.metadata)},
             len(found.named()) + 1,
             found.directory.contains(PUBLISHED_NAME),
-            verify,
         )

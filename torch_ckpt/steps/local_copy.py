@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 #: Epoch, time and run of a save. The newer save of a step is greater.
@@ -33,7 +33,6 @@ class LocalCopy(NamedTuple):
         files: sizes of the files that the host has: the metadata, and data files.
         of_all: number of such files on all hosts together.
         is_published: True if the step has been copied to the root.
-        is_verified: True if the files have been verified.
     """
 
     step: int
@@ -44,7 +43,6 @@ class LocalCopy(NamedTuple):
     files: dict[str, int]
     of_all: int
     is_published: bool
-    is_verified: bool
 
     @property
     def has_all(self) -> bool:
@@ -71,7 +69,6 @@ class SaveOnDisks:
         is_complete: True if each file is on one of the hosts.
         is_published: True if a host has noted that the step has been copied to the root.
         is_noted: True if all of these hosts have noted it.
-        is_verified: True if all files have been verified.
     """
 
     def __init__(self, copies: Sequence[tuple[int, LocalCopy]]) -> None:
@@ -79,11 +76,10 @@ class SaveOnDisks:
         self.step, self.digest, self.key = one.step, one.digest, key_of(one)
         self.one = one
         self.ranks = [rank for rank, _copy in copies]
-        self.holders = _assign(copies)
+        self.holders = assign_files({rank: copy.files for rank, copy in copies})
         self.is_complete = len(self.holders) == one.of_all
         self.is_published = any(copy.is_published for _rank, copy in copies)
         self.is_noted = all(copy.is_published for _rank, copy in copies)
-        self.is_verified = all(copy.is_verified for _rank, copy in copies)
 
 
 def key_of(step: _Saved) -> SaveKey:
@@ -107,14 +103,19 @@ def saves_on_disks(of_ranks: Sequence[Sequence[LocalCopy]]) -> list[SaveOnDisks]
     return sorted(map(SaveOnDisks, groups.values()), key=lambda save: (save.key, save.step))
 
 
-def _assign(copies: Sequence[tuple[int, LocalCopy]]) -> dict[str, Holder]:
+def assign_files(of_ranks: Mapping[int, Mapping[str, int]]) -> dict[str, Holder]:
+    """Assigns each file to one of the ranks that have it. The ranks get about as many bytes.
+
+    Args:
+        of_ranks: the sizes of the files that each rank has.
+    """
     having: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
-    for rank, copy in copies:
-        sizes.update(copy.files)
-        for name in copy.files:
+    for rank, files in of_ranks.items():
+        sizes.update(files)
+        for name in files:
             having.setdefault(name, []).append(rank)
-    loads = dict.fromkeys((rank for rank, _copy in copies), 0)
+    loads = dict.fromkeys(of_ranks, 0)
     holders = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = min(having[name], key=loads.__getitem__)

@@ -92,13 +92,11 @@ class Choice(NamedTuple):
         digest: of the metadata, which identifies the save.
         holders: a rank whose host has the file, by file.
         is_in_root: True if the step is complete beneath the root, too.
-        is_verified: True if the files have been verified.
     """
 
     digest: bytes
     holders: dict[str, Holder]
     is_in_root: bool
-    is_verified: bool
 
 
 class TieredSteps(StepStore):
@@ -192,7 +190,7 @@ class TieredSteps(StepStore):
         self.root_steps._set_pinned(step, pinned)
 
     def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
-        # An unfinished directory may be that of a copy which the copier continues.
+        # The copier may continue the copy in an unfinished directory.
         waits = any(not copy.is_published for copy in self.copies())
         return self.root_steps.sweep(deleted_only=deleted_only or waits, attempt=attempt)
 
@@ -361,7 +359,7 @@ def choose(
             if step in newest and key_of(newest[step]) > save.key:
                 continue
             newest[step] = save.one
-        choices[step] = Choice(save.digest, save.holders, is_in_root, save.is_verified)
+        choices[step] = Choice(save.digest, save.holders, is_in_root)
     return list(newest.values()), choices
 
 

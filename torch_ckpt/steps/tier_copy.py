@@ -50,7 +50,7 @@ from torch_ckpt.ranks.failures import causes, failure_of
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.saving.target import CheckpointTarget, Opened
 from torch_ckpt.steps.host_step import HostStep
-from torch_ckpt.steps.local_copy import Holder, LocalCopy, saves_on_disks
+from torch_ckpt.steps.local_copy import Holder, LocalCopy, assign_files, saves_on_disks
 from torch_ckpt.steps.tier import TieredSteps, key_of_marker
 from torch_ckpt.steps.tier_files import DirectoryFiles, Files, first_fault
 from torch_ckpt.steps.tier_peers import FileServer, PeerFiles
@@ -66,7 +66,7 @@ _PAUSE_SECONDS = 60.0
 EXIT_SECONDS, _END_SECONDS = 60.0, 10.0
 
 # A step and the digest of its metadata.
-Save = tuple[int, bytes]
+SaveId = tuple[int, bytes]
 
 
 class _Message(NamedTuple):
@@ -93,10 +93,10 @@ class _Plan(NamedTuple):
     """
 
     seen: int
-    published: list[Save]
-    fresh: list[Save]
-    unwanted: list[Save]
-    save: Save | None
+    published: list[SaveId]
+    fresh: list[SaveId]
+    unwanted: list[SaveId]
+    save: SaveId | None
 
 
 class _Offer(NamedTuple):
@@ -168,12 +168,12 @@ class Copier:
         # found nothing to copy; and the failed rounds.
         self._notified = self._seen = self._failures = 0
         # The saves of this process that are not known to be published.
-        self._own: set[Save] = set()
+        self._own: set[SaveId] = set()
         # On the coordinator: the saves that were reported, and those that cannot be copied.
-        self._reported: set[Save] = set()
-        self._damaged: set[Save] = set()
+        self._reported: set[SaveId] = set()
+        self._damaged: set[SaveId] = set()
 
-    def notify(self, save: Save | None = None) -> None:
+    def notify(self, save: SaveId | None = None) -> None:
         """Makes a round.
 
         Args:
@@ -320,10 +320,10 @@ class Copier:
         return _Message(notified, self.steps.copies()), None
 
     def _choose(self, messages: list[_Message]) -> _Plan:
-        published: list[Save] = []
-        fresh: list[Save] = []
-        unwanted: list[Save] = []
-        chosen: Save | None = None
+        published: list[SaveId] = []
+        fresh: list[SaveId] = []
+        unwanted: list[SaveId] = []
+        chosen: SaveId | None = None
         for save in saves_on_disks([message.copies for message in messages]):
             key = save.step, save.digest
             if self.steps.is_forgotten(save.step, save.key):
@@ -365,7 +365,7 @@ class Copier:
                     self._on_published(save[0])
         self.steps.delete_old()
 
-    def _make_copy(self, save: Save, exchange: Exchange) -> None:
+    def _make_copy(self, save: SaveId, exchange: Exchange) -> None:
         copy = _Copy(self, *save)
         with self._changed:
             self._copy = copy
@@ -422,19 +422,17 @@ class Copier:
 def _assign(
     offers: list[tuple[_Offer, Opened]], copy: _Copy, peers: int
 ) -> Answers[tuple[_Task, bytes, list[bytes]]]:
-    """Assigns each file to the rank with the least bytes among those that have it."""
-    files = [offer.files or {} for offer, _opened in offers]
-    holders = [rank for rank, (offer, _opened) in enumerate(offers) if offer.files is not None]
-    sizes = {name: count for of_host in files for name, count in of_host.items()}
-    if not holders or len(sizes) < offers[holders[0]][0].of_all:
+    """Assigns each file to one of the ranks that have it."""
+    files = {
+        rank: offer.files for rank, (offer, _opened) in enumerate(offers) if offer.files is not None
+    }
+    holders = [*files]
+    assigned = assign_files(files)
+    if not holders or len(assigned) < offers[holders[0]][0].of_all:
         raise CheckpointError(f"the hosts do not have all files of step {copy.step} any more")
     tasks: list[list[str]] = [[] for _ in offers]
-    loads = [0] * len(offers)
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        having = [rank for rank in holders if name in files[rank]]
-        rank = min(having, key=loads.__getitem__)
-        tasks[rank].append(name)
-        loads[rank] += sizes[name]
+    for name, holder in assigned.items():
+        tasks[holder.rank].append(name)
     hosts = [offer.host for offer, _opened in offers]
     layouts = copy.lay_out([opened for _offer, opened in offers])
     of_peers = assign_to_peers([offer for offer, _opened in offers], holders, peers)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from torch_ckpt.checkpoint.directory import share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.ranks.streams import Listener, open_connection, read_exactly
+from torch_ckpt.ranks.streams import Listener, open_connection, read_exactly, receive_into
 from torch_ckpt.steps.host_step import HostStep
 from torch_ckpt.steps.local import LocalSteps
 from torch_ckpt.steps.local_copy import Holder
@@ -185,12 +185,8 @@ class PeerFiles:
             connected = self._connection(other)
             connected.sendall(request)
             [number] = _REPLY.unpack(read_exactly(connected, _REPLY.size))
-            received = 0
-            while number == 0 and received < bytes:
-                count = connected.recv_into(data[received:])
-                if count == 0:
-                    raise ConnectionError("the other rank has closed the connection")
-                received += count
+            if number == 0:
+                receive_into(connected, data)
         except OSError as error:
             self._lost.add(other)
             if connected is not None:
