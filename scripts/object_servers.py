@@ -64,16 +64,21 @@ def running(name: str, directory: Path) -> Iterator[Server]:
             _create_bucket(options)
             yield Server(options, process.pid)
         finally:
-            process.terminate()
-            try:
-                process.wait(_END)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process)
             # SeaweedFS leaves its sockets behind.
             for number in (port, *others):
                 for path in Path("/tmp").glob(f"seaweedfs-*-{number}.sock"):
                     path.unlink(missing_ok=True)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a server. Kills it if it does not end."""
+    process.terminate()
+    try:
+        process.wait(_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _free_ports(count: int) -> list[int]:

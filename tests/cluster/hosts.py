@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from scripts.object_servers import program
+from scripts.object_servers import end, program
 from tests.forked import ENVIRONMENT, REPOSITORY
 from tests.ranks import ADDRESS, environment_of, free_port
 
@@ -460,7 +460,7 @@ def _moosefs(directory: Path, mounts: Sequence[Path], address: str) -> Iterator[
             server = subprocess.Popen(
                 [f"/usr/sbin/mfs{name}", "-d", "-c", str(config)], stdout=log, stderr=log
             )
-            stack.callback(_end, server)
+            stack.callback(end, server)
         master = ["-H", address, "-P", str(ports["MATOCL"])]
         _wait_for_port(address, ports["MATOCL"])
         clients = [
@@ -480,15 +480,6 @@ def _wait_for_port(address: str, port: int) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"no server listens at {address}:{port}")
         time.sleep(0.05)
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    try:
-        server.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
 
 
 @contextmanager

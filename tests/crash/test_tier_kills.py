@@ -1,8 +1,7 @@
-"""Kills and restarts of a run with a local tier, at random system calls of saves and of copies.
+"""Kills and restarts of a run with a local tier, at random system calls of saves and of copies
+(rewinds.py).
 
-A start restores one save of one step, bit for bit: the save that was reported last, or the save
-that was killed. In the end, the root has the steps, and neither the root nor the disk has
-leftovers.
+In the end, the root has the steps, and neither the root nor the disk has leftovers.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import threading
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
-import torch
 
+from tests.crash.rewinds import kill_runs, state_of, train, value_in
 from tests.crash.tally import SEED, TORTURE
 from tests.fault_hooks import at_fault_points
+from tests.forked import Child
 from tests.forked import server as forking_server
 from torch_ckpt import CheckpointManager, WriteOptions
 from torch_ckpt.manager import LocalTier
@@ -36,30 +35,8 @@ KILLS = 1000 if TORTURE else 60
 #: In one of BACK starts, an older step is restored, so that its successors are replaced.
 BACK = 4
 
-#: Number of steps that a run saves, and the system calls of such a run, about.
-STEPS, POINTS = 4, 400
-
-
-class Save(NamedTuple):
-    """A step, and the number that all values of its state have."""
-
-    step: int
-    value: int
-
-
-def state_of(value: int) -> dict[str, Any]:
-    return {
-        **{name: torch.full((300, 100), float(value)) for name in ("first", "second")},
-        "value": value,
-    }
-
-
-def value_in(state: dict[str, Any]) -> int:
-    """Returns the number of a state. All its values must have it."""
-    value = int(state["value"])
-    for name in ("first", "second"):
-        assert torch.equal(state[name], state_of(value)[name]), (name, value)
-    return value
+#: System calls of a run, about.
+POINTS = 400
 
 
 def manager_of(root: str, disk: str) -> CheckpointManager:
@@ -68,14 +45,12 @@ def manager_of(root: str, disk: str) -> CheckpointManager:
     return CheckpointManager(root, keep=3, preemption=None, write=write, local=tier)
 
 
-def train(
+def train_with_tier(
     connection: Connection, root: str, disk: str, run: int, back: int, point: int | None
 ) -> None:
-    """Restores a step, and saves some. Sends each restored and each reported save.
+    """Restores a step, and saves some; see :func:`tests.crash.rewinds.train`.
 
     Args:
-        run: number of the run, which makes the values of its saves unique.
-        back: how many steps to go back.
         point: the system call before which the run kills itself; None: it ends.
     """
     lock = threading.Lock()
@@ -93,49 +68,24 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(at_fault_points(kill))
         manager = stack.enter_context(manager_of(root, disk))
-        steps = manager.all_steps()
-        state = state_of(0)
-        chosen = steps[max(0, len(steps) - 1 - back)] if back and steps else None
-        start = manager.restore(state, step=chosen)
-        connection.send(("restored", chosen, Save(start, value_in(state))))
-        for step in range(start + 1, start + 1 + STEPS):
-            save = Save(step, 1000 * run + step)
-            manager.save(step, state_of(save.value))
+
+        def wait(step: int) -> None:
             manager.wait_until_finished(published=step % 3 == 0)
-            connection.send(("saved", chosen, save))
+
+        train(manager, connection, run, back, wait)
 
 
 def test_a_killed_run_loses_no_reported_step_and_mixes_no_saves(tmp_path: Path) -> None:
     chance = random.Random(SEED)
     children = forking_server("torch_ckpt.steps.tier_copy")
     root, disk = str(tmp_path / "root"), str(tmp_path / "disk")
-    # The saves that the next start may restore.
-    allowed = {Save(0, 0)}
-    kills = run = 0
-    while kills < KILLS:
-        run += 1
-        back = chance.randint(1, 2) if chance.randrange(BACK) == 0 else 0
+
+    def start(run: int, back: int) -> tuple[Child, str]:
         point = chance.randint(1, POINTS)
-        place = f"seed {SEED}, run {run}, call {point}"
-        child = children.start(train, root, disk, run, back, point)
-        try:
-            while True:
-                kind, chosen, save = child.receive()
-                if kind == "restored":
-                    assert chosen is not None or save in allowed, (place, save, allowed)
-                    if chosen is None:
-                        allowed = {save}
-                    save = Save(save.step, 1000 * run + save.step)
-                else:
-                    allowed = {save}
-                # The save that follows may be committed before it is reported.
-                allowed.add(Save(save.step + 1, 1000 * run + save.step + 1))
-        except EOFError:
-            code = child.wait()
-        finally:
-            child.kill()
-        assert code in (0, -signal.SIGKILL), place
-        kills += code != 0
+        child = children.start(train_with_tier, root, disk, run, back, point)
+        return child, f"seed {SEED}, run {run}, call {point}"
+
+    kill_runs(KILLS, chance, BACK, start)
     for _ in range(2):  # the second start finds all steps in the root
         with manager_of(root, disk) as manager:
             manager.restore(state_of(0))

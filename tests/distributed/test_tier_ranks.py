@@ -105,6 +105,28 @@ def failing_completion(fails: bool) -> Iterator[None]:
         yield
 
 
+def publish_a_step(launch: Launch) -> None:
+    with manager(launch) as made:
+        save(launch, made, 1)
+        made.wait_until_finished(published=True)
+
+
+def save_on_two_hosts(launch: Launch) -> None:
+    """Saves a step whose files are on the disks of two hosts each, and not beneath the root."""
+    with without_copies(), manager(launch, peers=1) as made:
+        save(launch, made, 1)
+        with suppress(CheckpointError):  # the copy to the root fails
+            made.wait_until_finished(published=True)
+    dist.barrier()
+
+
+def lose_a_disk(launch: Launch) -> None:
+    """Removes the disk of rank 1."""
+    dist.barrier()
+    if launch.rank == 1:
+        shutil.rmtree(disk_of(launch, 1))
+
+
 @on(2, 4)
 def case_each_disk_has_the_files_of_its_host_and_the_root_has_all(launch: Launch) -> None:
     with manager(launch) as made:
@@ -131,27 +153,19 @@ def case_a_step_on_the_disks_is_restored_without_the_root(launch: Launch) -> Non
 
 @on(2)
 def case_a_replaced_host_reads_its_files_from_the_root(launch: Launch) -> None:
-    with manager(launch) as made:
-        save(launch, made, 1)
-        made.wait_until_finished(published=True)
-    dist.barrier()
-    if launch.rank == 1:
-        shutil.rmtree(disk_of(launch, 1))
+    publish_a_step(launch)
+    lose_a_disk(launch)
     with manager(launch) as made:
         assert_restores(launch, made, 1)
 
 
 @on(2)
 def case_a_step_that_lost_files_with_a_host_is_not_restored(launch: Launch) -> None:
-    with manager(launch) as made:
-        save(launch, made, 1)
-        made.wait_until_finished(published=True)
+    publish_a_step(launch)
     with without_copies(), manager(launch) as made:
         assert_restores(launch, made, 1)
         save(launch, made, 2)
-    dist.barrier()
-    if launch.rank == 1:
-        shutil.rmtree(disk_of(launch, 1))
+    lose_a_disk(launch)
     with manager(launch) as made:
         assert_restores(launch, made, 1)
 
@@ -178,29 +192,19 @@ def case_a_host_that_has_every_other_disk_restores_all_ranks(launch: Launch) -> 
 
 @on(3)
 def case_a_step_with_copies_on_other_hosts_survives_the_loss_of_a_host(launch: Launch) -> None:
-    with without_copies(), manager(launch, peers=1) as made:
-        save(launch, made, 1)
-        with suppress(CheckpointError):  # the copy to the root fails
-            made.wait_until_finished(published=True)
-    dist.barrier()
+    save_on_two_hosts(launch)
     [local] = disk_of(launch, launch.rank).glob("*/0000000001")
     owners = {int(path.name.split("_")[2]) for path in local.glob("*.distcp")}
     assert owners == {launch.rank, (launch.rank - 1) % 3}
-    dist.barrier()
-    if launch.rank == 1:
-        shutil.rmtree(disk_of(launch, 1))
+    lose_a_disk(launch)
     with without_copies(), manager(launch, peers=1) as made:
         assert_restores(launch, made, 1)
 
 
 @on(3)
 def case_only_files_that_no_host_has_are_read_from_the_root(launch: Launch) -> None:
-    with manager(launch) as made:
-        save(launch, made, 1)
-        made.wait_until_finished(published=True)
-    dist.barrier()
-    if launch.rank == 1:
-        shutil.rmtree(disk_of(launch, 1))
+    publish_a_step(launch)
+    lose_a_disk(launch)
     read: set[str] = set()
 
     def recorded(path: str, options: ReadOptions) -> Any:
@@ -218,11 +222,7 @@ def case_only_files_that_no_host_has_are_read_from_the_root(launch: Launch) -> N
 
 @on(2)
 def case_a_damaged_file_is_read_from_the_other_host(launch: Launch) -> None:
-    with without_copies(), manager(launch, peers=1) as made:
-        save(launch, made, 1)
-        with suppress(CheckpointError):
-            made.wait_until_finished(published=True)
-    dist.barrier()
+    save_on_two_hosts(launch)
     for path in disk_of(launch, launch.rank).glob(f"*/0000000001/__{launch.rank}_*.distcp"):
         path.write_bytes(bytes(path.stat().st_size))
     dist.barrier()
@@ -246,9 +246,7 @@ def case_a_copy_to_another_host_that_fails_does_not_stop_the_copy_to_the_root(
 
 @on(2)
 def case_an_older_save_of_a_step_on_a_disk_is_not_restored(launch: Launch) -> None:
-    with manager(launch) as made:
-        save(launch, made, 1)
-        made.wait_until_finished(published=True)
+    publish_a_step(launch)
     dist.barrier()
     # Other hosts train the step again.
     with manager(launch, disk=launch.rank + 2) as made:
