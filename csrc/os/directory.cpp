@@ -442,12 +442,12 @@ Result<bool> Directory::lock_file(int kind) {
   const bool is_exclusive = kind == LOCK_EX;
   if (is_exclusive && !is_writable_) close_lock_file();
   if (lock_fd_ < 0) {
-    const int access = is_exclusive ? O_RDWR | O_CREAT : O_RDONLY;
+    constexpr int kFlags = O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
     constexpr mode_t kMode = 0666;
-    lock_fd_ = uninterrupted([&] {
-      return ::openat(fd_, std::string(kLockName).c_str(),
-                      access | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, kMode);
-    });
+    const std::string name(kLockName);
+    lock_fd_ = is_exclusive
+                   ? create_and_open(fd_, name.c_str(), O_RDWR | kFlags, kMode)
+                   : uninterrupted([&] { return ::openat(fd_, name.c_str(), O_RDONLY | kFlags); });
     is_writable_ = is_exclusive;
   }
   if (lock_fd_ < 0) {

@@ -82,6 +82,16 @@ File::~File() {
   if (fd_ >= 0) ::close(fd_);
 }
 
+int create_and_open(int directory, const char* name, int flags, mode_t mode) {
+  const auto open_with = [&](int more) {
+    return uninterrupted([&] { return ::openat(directory, name, flags | more, mode); });
+  };
+  const int fd = open_with(O_CREAT);
+  // MooseFS also reports this without O_EXCL if another host creates the file at the same time.
+  const bool has_raced = fd < 0 && errno == EEXIST && (flags & O_EXCL) == 0;
+  return has_raced ? open_with(0) : fd;
+}
+
 Result<File> File::create(const std::string& path, IoMode mode) {
   return create_at(AT_FDCWD, path, path, mode);
 }
@@ -102,11 +112,9 @@ Result<File> File::open_or_create_at(int directory, const std::string& name,
 Result<File> File::open_for_write(int directory, const std::string& name, const std::string& path,
                                   IoMode mode, bool must_create) {
   TC_FAULT("open", path);
-  const int flags =
-      O_WRONLY | O_CREAT | (must_create ? O_EXCL : O_NONBLOCK) | O_NOFOLLOW | O_CLOEXEC;
+  const int flags = O_WRONLY | (must_create ? O_EXCL : O_NONBLOCK) | O_NOFOLLOW | O_CLOEXEC;
   const auto open_with = [&](int more) {
-    return uninterrupted(
-        [&] { return ::openat(directory, name.c_str(), flags | more, kFileMode); });
+    return create_and_open(directory, name.c_str(), flags | more, kFileMode);
   };
   // Allocate memory before the file exists, so that running out of memory leaves no file.
   File file(-1, path, mode == IoMode::direct);
@@ -162,6 +170,9 @@ void File::leave_direct_mode() {
 
 Result<> File::write_at(std::span<const std::byte> data, std::uint64_t offset) {
   TC_FAULT("pwrite", path_, offset);
+  const bool is_aligned = reinterpret_cast<std::uintptr_t>(data.data()) % kDirectAlignment == 0 &&
+                          data.size() % kDirectAlignment == 0 && offset % kDirectAlignment == 0;
+  if (direct_ && !is_aligned) leave_direct_mode();
   bool retried_buffered = false;
   while (!data.empty()) {
     const std::size_t ask = std::min(data.size(), kMaxTransfer);

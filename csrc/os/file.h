@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -22,6 +24,11 @@ struct FileIdentity {
 
   bool operator==(const FileIdentity&) const = default;
 };
+
+/// Opens a file, and creates it if it does not exist. Returns -1 after an error, and sets errno.
+///
+/// @param flags of open(), without O_CREAT.
+int create_and_open(int directory, const char* name, int flags, mode_t mode);
 
 // An open regular file, with its path for messages. Owns the descriptor. Reads and writes may run
 // concurrently; close() and moves may not. The destructor ignores errors from close, so call
@@ -54,9 +61,9 @@ class File {
   Result<std::uint64_t> size() const;
   Result<FileIdentity> identity() const;
 
-  /// Writes all of `data` at `offset`; continues after short writes and EINTR. In direct mode,
-  /// address, size and offset must be multiples of kDirectAlignment. If the kernel refuses a direct
-  /// write or stops in the middle of a block, writes the remaining data buffered.
+  /// Writes all of `data` at `offset`; continues after short writes and EINTR. If the address, size
+  /// or offset is not a multiple of kDirectAlignment, or the kernel refuses a direct write or stops
+  /// in the middle of a block, this and all later writes are buffered.
   Result<> write_at(std::span<const std::byte> data, std::uint64_t offset);
 
   /// Reads `out.size()` bytes at `offset`. Fails with Errc::range_past_end if the file is too

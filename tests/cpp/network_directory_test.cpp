@@ -93,6 +93,23 @@ TEST_F(NetworkDirectoryTest, IsNotLockedIfAProcessOnAnotherHostHasTheLock) {
   EXPECT_FALSE(*opened.try_lock_exclusive());
 }
 
+TEST_F(NetworkDirectoryTest, IsLockedAlthoughAnotherHostCreatesTheLockFileAtTheSameTime) {
+  has(".lock");
+  has_racing_host = true;
+  const auto is_locked = open_directory(directory_).try_lock_exclusive();
+  has_racing_host = false;
+  EXPECT_TRUE(ok(is_locked) && *is_locked);
+}
+
+TEST_F(NetworkDirectoryTest, AFileIsOpenedAlthoughAnotherHostCreatesItAtTheSameTime) {
+  has(kOther, "of the other host");
+  has_racing_host = true;
+  const auto opened = open_directory(directory_).open_or_create(kOther, os::IoMode::buffered);
+  has_racing_host = false;
+  EXPECT_TRUE(ok(opened));
+  EXPECT_EQ(read_file(directory_.file(kOther)), "of the other host");
+}
+
 TEST_F(NetworkDirectoryTest, IsSharedWithALoadOnAnotherHost) {
   const ForeignLock other(directory_, LOCK_SH);
   auto opened = open_directory(directory_);

@@ -1,5 +1,6 @@
 #include "support.h"
 
+#include <fcntl.h>
 #include <sys/file.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
@@ -7,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdarg>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -40,8 +42,20 @@ extern "C" int fstatfs(int fd, struct statfs* found) noexcept {
   return failed;
 }
 
+// Like MooseFS if another host creates the same file at the same time.
+extern "C" int openat(int directory, const char* path, int flags, ...) {
+  std::va_list arguments;
+  va_start(arguments, flags);
+  const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(arguments, mode_t) : 0;
+  va_end(arguments);
+  const bool is_race = torch_ckpt::test::has_racing_host && (flags & (O_CREAT | O_EXCL)) == O_CREAT;
+  const int access = is_race ? flags | O_EXCL : flags;
+  return static_cast<int>(::syscall(SYS_openat, directory, path, access, mode));
+}
+
 namespace torch_ckpt::test {
 
+thread_local bool has_racing_host = false;
 thread_local std::vector<int> flock_errors;
 thread_local int flock_calls = 0;
 thread_local bool is_network_file_system = false;

@@ -65,6 +65,9 @@ extern thread_local int flock_calls;
 /// If true, every file system looks like a network file system in this thread.
 extern thread_local bool is_network_file_system;
 
+/// If true, open() with O_CREAT fails in this thread if the file exists, also without O_EXCL.
+extern thread_local bool has_racing_host;
+
 /// An InterruptCheck for calls that nothing interrupts.
 inline Result<> never_interrupted() { return {}; }
 
