@@ -3,6 +3,7 @@
 Importing it takes milliseconds. ``torch_ckpt._C`` accepts and returns its classes.
 """
 
+import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar, Protocol, type_check_only
@@ -339,6 +340,21 @@ class CheckpointVerification:
 def names_file_beneath(name: str) -> bool:
     """False if the text of the name shows that it cannot name a file beneath a directory."""
 
+class NewFile:
+    """A file that is written from its beginning to its end; see csrc/engine/new_file.h.
+
+    ``bytes`` are reserved on the disk. ``direct_io`` is the option of WriteOptions. Every call may
+    raise OSError; then the caller removes the file. Dropping the object closes the file.
+    """
+
+    def __init__(
+        self, directory: Directory, name: str, bytes: int, direct_io: bool | str = "auto"
+    ) -> None:
+        """Raises ValueError if ``direct_io`` is True and the file system does not support it."""
+    def write(self, data: memoryview) -> None: ...
+    def finish(self, sync: bool) -> None:
+        """Fsyncs the file if ``sync`` is true, and closes it."""
+
 class DirectoryLease:
     """A save's hold on a checkpoint's directory; csrc/directory/lease.h has the protocol.
 
@@ -572,6 +588,9 @@ class SafetensorsLayout:
         ``hosts`` are the hosts of the ranks.
         """
 
+    def shares_files(self, coordinator: SaveCoordinator, hosts: list[str]) -> bool:
+        """True if ranks of several hosts would write to one file."""
+
     def places_of_plan(self, coordinator: SaveCoordinator, offers: list[bytes]) -> list[bytes]:
         """The places of each rank's values, for ``FlatState.parts``.
 
@@ -608,10 +627,17 @@ class FileAssembly:
         """The bytes of streams that the bytes from ``begin`` to ``end`` of the file consist of:
         number of the stream, offset and size. The head of the file is in no stream."""
 
-    def copy_head(self, begin: int, out: bytearray) -> None:
+    def copy_head(self, begin: int, out: ctypes.Array[ctypes.c_char]) -> None:
         """Copies the bytes of the head to ``out``, which has the file's bytes from ``begin`` on."""
 
-    def copy(self, stream: int, offset: int, data: memoryview, begin: int, out: bytearray) -> None:
+    def copy(
+        self,
+        stream: int,
+        offset: int,
+        data: memoryview,
+        begin: int,
+        out: ctypes.Array[ctypes.c_char],
+    ) -> None:
         """Copies bytes of a stream, from ``offset`` on, to their places in ``out``."""
 
 def names_in_checksums(encoded: bytes) -> list[str]:

@@ -6,37 +6,20 @@
 #include <utility>
 
 #include "checked_math.h"
+#include "engine/new_file.h"
 
 namespace torch_ckpt::engine {
-namespace {
-
-// For smaller files, which have few blocks, the page cache is as fast as direct I/O.
-constexpr std::uint64_t kDirectMinBytes = std::uint64_t{1} << 20;
-
-}  // namespace
 
 Result<> OutputFile::open(DirectIo direct_io) {
   const os::Directory* const directory = folder_.directory();
   if (directory == nullptr) return {};
-  const bool direct =
-      direct_io == DirectIo::on || (direct_io == DirectIo::automatic && bytes_ >= kDirectMinBytes);
-  const os::IoMode mode = direct ? os::IoMode::direct : os::IoMode::buffered;
-  auto file = image_.is_scattered() ? directory->open_or_create(name_, mode)
-                                    : directory->create(name_, mode);
+  auto file = create_file(*directory, name_, bytes_, direct_io, image_.is_scattered());
   if (!file) return file.error();
   if (!image_.is_scattered()) {
     is_created_ = true;
     auto identity = file->identity();
     if (!identity) return identity.error();
     identity_ = *identity;
-  }
-  if (direct_io == DirectIo::on && !file->was_opened_direct()) {
-    Error error = format_error(Errc::invalid_argument,
-                               "direct_io=True, but this file system does not support direct I/O. "
-                               "Pass direct_io=\"auto\".");
-    error.operation = "open";
-    error.path = file->path();
-    return error;
   }
   if (image_.is_scattered() && file->was_opened_direct()) {
     auto edges = directory->open_or_create(name_, os::IoMode::buffered);

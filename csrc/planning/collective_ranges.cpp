@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 
 namespace torch_ckpt::planning {
@@ -170,6 +171,13 @@ bool are_interleaved(std::vector<FilePart> parts, std::span<const std::string> h
     if (has_short_runs && has_other_hosts) return true;
   }
   return false;
+}
+
+bool are_shared(std::span<const FilePart> parts, std::span<const std::string> hosts) {
+  std::unordered_map<std::uint32_t, std::size_t> rank_of;  // by file
+  return std::ranges::any_of(parts, [&](const FilePart& part) {
+    return hosts[rank_of.try_emplace(part.file, part.rank).first->second] != hosts[part.rank];
+  });
 }
 
 }  // namespace torch_ckpt::planning

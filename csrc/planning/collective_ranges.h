@@ -70,4 +70,7 @@ std::vector<std::shared_ptr<const CollectiveRanges>> choose_collective_ranges(
 /// parts: of all ranks; they do not share bytes. hosts: the host of each rank.
 bool are_interleaved(std::vector<FilePart> parts, std::span<const std::string> hosts);
 
+/// Returns true if ranks of several hosts write to one file. parts, hosts: as in are_interleaved().
+bool are_shared(std::span<const FilePart> parts, std::span<const std::string> hosts);
+
 }  // namespace torch_ckpt::planning

@@ -198,9 +198,15 @@ Result<ObjectFiles> ObjectFiles::of(const SafetensorsLayout& layout,
       if (auto added = assembly.add_stream(rank, of_file); !added) return added.error();
     }
     if (has_one_owner) continue;
-    const auto least = std::ranges::min_element(loads);
-    const auto writer = static_cast<std::size_t>(least - loads.begin());
-    *least += bytes;
+    // The rank that writes least, among those that have parts of the file.
+    std::size_t writer = 0;
+    bool is_chosen = false;
+    for (std::size_t i = 0; i < assembly.streams(); ++i) {
+      const std::size_t rank = assembly.rank_of(i);
+      if (!is_chosen || loads[rank] < loads[writer]) writer = rank;
+      is_chosen = true;
+    }
+    loads[writer] += bytes;
     for (std::size_t i = 0; i < assembly.streams(); ++i) {
       made.sent[assembly.rank_of(i)].push_back({writer, name, assembly.bytes_of(i)});
     }

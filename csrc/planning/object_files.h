@@ -83,8 +83,8 @@ class FileAssembly {
 // Decides which rank writes each file of a layout, so that one rank writes a file in order:
 //
 //   1. If one rank has all parts of a file, that rank writes the file, unless all files are assembled.
-//   2. Otherwise, each rank that has parts of the file sends them to one rank, which assembles the
-//      file. The files are distributed over the ranks by their sizes.
+//   2. Otherwise, each rank that has parts of the file sends them to one of these ranks, which
+//      assembles the file. The files are distributed over the ranks by their sizes.
 //
 // Each rank sends, and assembles, its files in the order of the layout.
 struct ObjectFiles {

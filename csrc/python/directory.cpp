@@ -20,6 +20,7 @@
 #include "directory/publish.h"
 #include "directory/root_lock.h"
 #include "directory/step.h"
+#include "engine/new_file.h"
 #include "file_name.h"
 #include "index/encoded_metadata.h"
 #include "os/process.h"
@@ -29,6 +30,7 @@
 #include "python/interrupts.h"
 #include "python/list.h"
 #include "python/memory.h"
+#include "python/options.h"
 #include "python/publishing.h"
 
 namespace py = pybind11;
@@ -205,6 +207,18 @@ void bind_directory(py::module_& module) {
       .def("sync", &Directory::sync, NoGil())
       .def("bytes", &Directory::bytes, NoGil())
       .def("close", &Directory::close);
+  py::class_<engine::NewFile>(module, "NewFile")
+      .def(py::init([](const Directory& directory, const Path& name, std::uint64_t bytes,
+                       const py::object& direct_io) {
+             const engine::DirectIo chosen = direct_io_option(direct_io);
+             return without_gil(
+                 [&] { return engine::NewFile::create(directory, name.native(), bytes, chosen); });
+           }),
+           py::arg("directory"), py::arg("name"), py::arg("bytes"), py::arg("direct_io") = "auto")
+      .def("write", &engine::NewFile::write, py::arg("data"), NoGil())
+      .def(
+          "finish", [](engine::NewFile& self, bool sync) { return std::move(self).finish(sync); },
+          py::arg("sync"), NoGil());
   py::class_<directory::DirectoryLease>(module, "DirectoryLease")
       .def(py::init(&take_lease), py::arg("directory"), py::arg("rank"), py::arg("patience"))
       .def_property_readonly("tag", &directory::DirectoryLease::tag)

@@ -109,6 +109,12 @@ bool interleaves(const SafetensorsLayout& layout, const planning::SaveCoordinato
   return planning::are_interleaved(planning::file_parts_of(layout, parts), hosts);
 }
 
+bool shares_files(const SafetensorsLayout& layout, const planning::SaveCoordinator& coordinator,
+                  const std::vector<std::string>& hosts) {
+  const auto parts = planning::owned_parts_of(coordinator.plan());
+  return planning::are_shared(planning::file_parts_of(layout, parts), hosts);
+}
+
 py::list places_of_plan(const SafetensorsLayout& layout,
                         const planning::SaveCoordinator& coordinator,
                         const std::vector<py::bytes>& offers) {
@@ -366,6 +372,7 @@ void bind_model(py::module_& module) {
       .def("checksums", &checksums_of, py::arg("extras"), py::arg("written"))
       .def("object_files", &object_files, py::arg("coordinator"), py::arg("assembles_all"))
       .def("interleaves", &interleaves, py::arg("coordinator"), py::arg("hosts"), NoGil())
+      .def("shares_files", &shares_files, py::arg("coordinator"), py::arg("hosts"), NoGil())
       .def("places_of_plan", &places_of_plan, py::arg("coordinator"), py::arg("offers"))
       .def("places_of_parts", &places_of_parts, py::arg("parts"), py::arg("offers"));
   py::class_<os::MemoryFile>(module, "MemoryFile")

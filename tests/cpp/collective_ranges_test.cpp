@@ -176,5 +176,17 @@ TEST(InterleavedParts, MayHaveShortRunsOnOneHostOnly) {
   EXPECT_TRUE(are_interleaved(parts, kTwoHosts));
 }
 
+TEST(SharedFiles, HavePartsOfSeveralHosts) {
+  const std::vector<FilePart> rows{{0, 0, 0, kMiB, kMiB}, {1, 0, kMiB, 2 * kMiB, kMiB}};
+  EXPECT_TRUE(are_shared(rows, kTwoHosts));
+  EXPECT_FALSE(are_shared(rows, std::vector<std::string>{"a", "a"}));
+}
+
+TEST(SharedFiles, AreNotFilesOfOneHostEach) {
+  const std::vector<FilePart> parts{
+      {0, 0, 0, kMiB, kMiB}, {1, 1, 0, kMiB, kMiB}, {0, 0, kMiB, 2 * kMiB, kMiB}};
+  EXPECT_FALSE(are_shared(parts, kTwoHosts));
+}
+
 }  // namespace
 }  // namespace torch_ckpt::planning

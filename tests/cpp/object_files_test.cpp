@@ -150,6 +150,39 @@ TEST(ObjectFiles, RanksSendStreamsInTheOrderInWhichTheFilesAreAssembled) {
   }
 }
 
+TEST(ObjectFiles, AreAssembledByRanksThatHavePartsOfThem) {
+  Random random(3);
+  for (int round = 0; round < 200; ++round) {
+    const std::size_t ranks = random.between(2, 4);
+    const Model model = random_model(random, ranks);
+    const auto made = ObjectFiles::of(model.layout, model.parts, true).value();
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      for (const FileAssembly& file : made.assemblies[rank]) {
+        std::vector<std::size_t> owners;
+        for (std::size_t i = 0; i < file.streams(); ++i) owners.push_back(file.rank_of(i));
+        ASSERT_NE(std::ranges::find(owners, rank), owners.end());
+      }
+    }
+  }
+}
+
+TEST(ObjectFiles, AreDistributedOverTheRanks) {
+  const Sizes sizes = {4, 8};
+  std::vector<format::SafeTensor> tensors;
+  Model model;
+  model.parts.resize(2);
+  for (std::size_t i = 0; i < 4; ++i) {
+    tensors.push_back({"t" + std::to_string(i), format::find_dtype("float64"), sizes, 0, 0});
+    for (std::size_t rank = 0; rank < 2; ++rank) {
+      model.parts[rank].push_back(part(i, {2 * rank, 0}, {2, 8}));
+    }
+  }
+  model.layout = SafetensorsLayout::of(tensors, {.max_shard_bytes = 4 * 8 * 8}).value();
+  const auto made = ObjectFiles::of(model.layout, model.parts, true).value();
+  EXPECT_EQ(made.assemblies[0].size(), 2U);
+  EXPECT_EQ(made.assemblies[1].size(), 2U);
+}
+
 FileAssembly some_assembly() {
   FileAssembly file("model.safetensors", std::string(64, 'h'), 64 + 4 * 6);
   const FileAssembly::Part left = {64, {4, 6}, {0, 0}, {4, 2}, 1};

@@ -26,6 +26,7 @@ from tests.distributed.test_model_url_ranks import SHARD_BYTES, contents, sharde
 from tests.support import assert_equal
 from torch_ckpt import _core
 from torch_ckpt.checkpoint import directory
+from torch_ckpt.checkpoint.shared_directory import View
 from torch_ckpt.huggingface import assembly
 from torch_ckpt.ranks import streams
 
@@ -85,12 +86,33 @@ def case_only_one_host_writes_a_file_with_columns_of_several(launch: Launch) -> 
 
 
 @on(2)
-def case_hosts_write_their_rows_to_the_file(launch: Launch) -> None:
+def case_only_one_host_writes_a_file_with_rows_of_several(launch: Launch) -> None:
     rows = distribute_tensor(torch.zeros(4, 1 << 16), mesh_1d(launch), [Shard(0)])
     assembled: list[str] = []
     with on_hosts(launch, assembled):
         save({"rows": rows}, launch.path("model"))
+    assert assembled == ([] if launch.rank else ["model.safetensors"])
+
+
+@on(2)
+def case_hosts_write_their_rows_to_a_file_that_takes_parallel_writes(launch: Launch) -> None:
+    rows = distribute_tensor(torch.zeros(4, 1 << 16), mesh_1d(launch), [Shard(0)])
+    assembled: list[str] = []
+    with on_hosts(launch, assembled), mock.patch.object(View, "takes_parallel_writes", True):
+        save({"rows": rows}, launch.path("model"))
     assert assembled == []
+
+
+@on(2)
+def case_a_file_with_tensors_of_one_host_is_written_by_this_host(launch: Launch) -> None:
+    rows = distribute_tensor(torch.zeros(4, 1 << 16), mesh_1d(launch), [Shard(0)])
+    own = torch.zeros(1 << 18)
+    assembled: list[str] = []
+    with on_hosts(launch, assembled):
+        state = {"a": rows} | ({"b": own, "c": own + 1} if launch.rank == 1 else {})
+        save(state, launch.path("model"), max_shard_size=1 << 20)
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert assembled == (names[1:] if launch.rank else names[:1])
 
 
 @on(2)

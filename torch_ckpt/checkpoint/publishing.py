@@ -13,8 +13,8 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import BinaryIO
 
 from torch_ckpt import _core
@@ -32,8 +32,42 @@ def temporary_name(name: str) -> str:
     return f".{name}.tmp-{uuid.uuid4().hex[:16]}"
 
 
+def write_new_file(
+    directory: OpenDirectory,
+    name: str,
+    pieces: Iterable[memoryview],
+    bytes: int,
+    *,
+    direct_io: bool | str = "auto",
+    sync: bool = True,
+    busy: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Creates a file in a directory. After an error, the caller removes the file.
+
+    Args:
+        pieces: the contents. Direct I/O is used for pieces in memory from
+            :func:`torch_ckpt._base.memory.memory_for_io`.
+        bytes: size of the contents.
+        direct_io: see :class:`torch_ckpt.WriteOptions`.
+        sync: fsync the file.
+        busy: block in which the function waits for the disk.
+
+    Raises:
+        FileExistsError: the file exists.
+        OSError: the file cannot be written.
+        ValueError: ``direct_io`` is True and the file system does not support it.
+    """
+    file = _core.NewFile(directory, name, bytes, direct_io)
+    for piece in pieces:
+        file.write(piece)
+        # The next piece may need the memory of this one.
+        del piece
+    with busy():
+        file.finish(sync)
+
+
 @contextmanager
-def new_file(path: str, *, sync: bool = True) -> Iterator[BinaryIO]:
+def _new_file(path: str, sync: bool) -> Iterator[BinaryIO]:
     """Creates a file, and fsyncs it at the end of the block."""
     try:
         with open(path, "xb") as stream:
@@ -72,7 +106,7 @@ def published_file(
     with closing(OpenDirectory(directory)) as opened:
         temporary = temporary_name(name)
         try:
-            with new_file(os.path.join(directory, temporary), sync=sync) as stream:
+            with _new_file(os.path.join(directory, temporary), sync) as stream:
                 yield stream
             with add_durability_advice(target, advice):
                 _core.publish(opened, temporary, name, sync=sync, replace=overwrite)

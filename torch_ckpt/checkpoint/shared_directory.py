@@ -42,6 +42,9 @@ T = TypeVar("T")
 # Suffix of data files.
 _DATA = ".distcp"
 
+# See View.takes_parallel_writes; measured by benchmarks/cluster.py.
+_TAKING_PARALLEL_WRITES = ("fuse.juicefs",)
+
 #: Seconds to wait for a name if a file system is local, and if none is.
 LOCAL_SECONDS, NETWORK_SECONDS = 5.0, 30.0
 
@@ -90,6 +93,12 @@ class View(NamedTuple):
         except OSError:
             return cls(host, "unknown", "", is_local)
         return cls(host, mount.file_system, mount.source, is_local)
+
+    @property
+    def takes_parallel_writes(self) -> bool:
+        """True if hosts can write different ranges of one file at the same time as fast as
+        different files. On other file systems, hosts take turns."""
+        return self.file_system in _TAKING_PARALLEL_WRITES
 
     def __str__(self) -> str:
         return f"host {self.host}: {self.file_system} on {self.source}"

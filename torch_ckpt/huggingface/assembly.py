@@ -21,8 +21,8 @@ file system. So the ranks that have parts of a file send them to the rank that a
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import os
 import threading
 import weakref
 from collections import deque
@@ -31,14 +31,16 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 from torch_ckpt import _core
+from torch_ckpt._base.memory import memory_for_io
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.publishing import new_file
+from torch_ckpt.checkpoint.publishing import write_new_file
+from torch_ckpt.options import WriteOptions
 from torch_ckpt.ranks.streams import (
     Connection,
     Listener,
+    OwnStream,
     connect,
     open_connection,
-    pair,
     start_heartbeats,
 )
 from torch_ckpt.stores import part_bytes, parts_in_flight
@@ -63,27 +65,31 @@ class DirectoryFiles:
 
     Args:
         open: opens the directory; called for the first file.
-        sync: fsync each file that is written.
+        options: ``direct_io`` and ``sync_files`` are used.
     """
 
-    def __init__(self, open: Callable[[], OpenDirectory], sync: bool) -> None:
+    def __init__(self, open: Callable[[], OpenDirectory], options: WriteOptions) -> None:
         self._open = open
-        self._sync = sync
+        self._options = options
         self._directory: OpenDirectory | None = None
 
     def sync(self) -> None:
         """Makes the names of the files durable."""
-        if self._directory is not None and self._sync:
+        if self._directory is not None and self._options.sync_files:
             self._directory.sync()
 
     def put(self, name: str, parts: Iterable[memoryview], bytes: int) -> None:
         if self._directory is None:
             self._directory = self._open()
-        with new_file(os.path.join(self._directory.path, name), sync=self._sync) as file:
-            for part in parts:
-                file.write(part)
-                # Another window may be begun only if the memory of this one is free.
-                del part
+        options = self._options
+        write_new_file(
+            self._directory,
+            name,
+            parts,
+            bytes,
+            direct_io=options.direct_io,
+            sync=options.sync_files,
+        )
 
 
 class Share(NamedTuple):
@@ -161,6 +167,7 @@ class Assembly:
         self._max_host_bytes = max_host_bytes
         self._on_bytes = on_bytes
         self._changed = threading.Condition()
+        self._own = OwnStream()  # to this rank itself
         self._connections: list[Connection] = []
         self._end_heartbeats: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
@@ -205,8 +212,8 @@ class Assembly:
                     if piece.is_cancelled:
                         raise InterruptedError(errno.EINTR, "the save was cancelled")
                     self._changed.wait(_REST_SECONDS)
-                connection = self._receivers[to]
-            connection.send(memoryview(piece.buffer()), lambda: piece.is_cancelled)
+                stream = self._own if to == self._rank else self._receivers[to]
+            stream.send(memoryview(piece.buffer()), lambda: piece.is_cancelled)
         with self._changed:
             self._offsets[to] += piece.bytes
             if piece.is_last:
@@ -241,6 +248,7 @@ class Assembly:
             self._changed.notify_all()
         self._end_heartbeats()
         self._listener.close()
+        self._own.close()
         for connection in connections:
             connection.close()
         if self._receivers is None:
@@ -275,7 +283,8 @@ class Assembly:
         with suppress(BaseException), self._keeping_error():
             self._connect()
             for file in self._files:
-                windows = _Windows(file, self._senders, self._max_host_bytes, self._on_bytes)
+                senders = [self._senders.get(rank, self._own) for rank in file.ranks]
+                windows = _Windows(file, senders, self._max_host_bytes, self._on_bytes)
                 self._windows = windows
                 try:
                     self._store.put(file.name, windows, file.bytes)
@@ -287,11 +296,7 @@ class Assembly:
         """Connects this rank with its receivers and its senders."""
         own, timeout = self._rank, self._timeout
         ranks = {rank for file in self._files for rank in file.ranks}
-        to_self, from_self = pair(own, timeout)
-        self._keep([to_self, from_self])
-        accepted = self._senders
-        accepted[own] = from_self
-        receivers = {own: to_self}
+        accepted, receivers = self._senders, dict[int, Connection]()
         self._end_heartbeats = start_heartbeats(receivers, accepted, timeout, self._beat)
         for rank in sorted(self._share.addresses.keys() - {own}):
             with self._changed:
@@ -312,11 +317,7 @@ class Assembly:
         connections = self._receivers
         if self._windows is not None:
             connections = self._senders if self._windows.is_waiting else {}
-        if connections is None or any(
-            connection.is_waiting
-            for rank, connection in [*connections.items()]
-            if rank != self._rank
-        ):
+        if connections is None or any(one.is_waiting for one in [*connections.values()]):
             self._on_bytes(1)
 
     def _keep(self, connections: Iterable[Connection]) -> None:
@@ -328,15 +329,22 @@ class Assembly:
             self._close()
 
 
-class _Window(bytearray):
+class _Window:
     """The bytes of a file from ``begin`` on.
 
+    Args:
+        begin, bytes: the range of the file.
+        memory: at least as many bytes.
+
     Attributes:
-        missing: number of messages that are not yet copied to the window.
+        data: the bytes. The memory is in use as long as the object exists.
+        missing: number of ranges that are not yet copied to the window.
     """
 
-    begin = 0
-    missing = 0
+    def __init__(self, begin: int, bytes: int, memory: memoryview) -> None:
+        self.begin = begin
+        self.data: ctypes.Array[ctypes.c_char] = (ctypes.c_char * bytes).from_buffer(memory)
+        self.missing = 0
 
 
 class _Range(NamedTuple):
@@ -353,7 +361,7 @@ class _Windows(Iterator[memoryview]):
 
     Args:
         file: the file.
-        senders: the connections, by rank.
+        senders: the streams of the ranks of the file.
         max_host_bytes, on_bytes: see :class:`Assembly`.
 
     Attributes:
@@ -363,13 +371,13 @@ class _Windows(Iterator[memoryview]):
     def __init__(
         self,
         file: _core.FileAssembly,
-        senders: dict[int, Connection],
+        senders: Sequence[Connection | OwnStream],
         max_host_bytes: int | None,
         on_bytes: Callable[[int], None],
     ) -> None:
         self.is_waiting = False
         self._file = file
-        self._senders = [senders[rank] for rank in file.ranks]
+        self._senders = senders
         self._on_bytes = on_bytes
         self._step = part_bytes(file.bytes)
         # Two windows more than parts in flight: one is filled while another waits.
@@ -379,6 +387,7 @@ class _Windows(Iterator[memoryview]):
         self._changed = threading.Condition()
         self._next = 0  # offset of the window to begin next
         self._live = 0  # windows whose memory is in use
+        self._unused: list[memoryview] = []  # memory for windows
         self._ahead: deque[_Window] = deque()
         # The ranges to receive, by thread.
         self._ranges: list[deque[_Range]] = [deque() for _ in range(_RECEIVERS)]
@@ -401,7 +410,7 @@ class _Windows(Iterator[memoryview]):
             while self._error is not None or self._ahead[0].missing:
                 self._wait()
             self.is_waiting = False
-            return memoryview(self._ahead.popleft())
+            return memoryview(self._ahead.popleft().data).cast("B")
 
     def stop(self) -> None:
         """Ends the threads. Does not wait for them."""
@@ -425,10 +434,10 @@ class _Windows(Iterator[memoryview]):
     def _begin_windows(self) -> None:
         while self._next < self._file.bytes and self._live < self._most and not self._stopped:
             begin, end = self._next, min(self._next + self._step, self._file.bytes)
-            window = _Window(end - begin)
-            window.begin = self._next
-            weakref.finalize(window, self._free, end - begin)
-            self._file.copy_head(begin, window)
+            memory = self._unused.pop() if self._unused else memory_for_io(self._step)
+            window = _Window(begin, end - begin, memory)
+            weakref.finalize(window.data, self._free, memory, end - begin)
+            self._file.copy_head(begin, window.data)
             for stream, offset, bytes in self._file.ranges(begin, end):
                 self._ranges[stream % _RECEIVERS].append(_Range(window, stream, offset, bytes))
                 window.missing += 1
@@ -436,16 +445,17 @@ class _Windows(Iterator[memoryview]):
             self._ahead.append(window)
             self._changed.notify_all()
 
-    def _free(self, bytes: int) -> None:
-        # Called in any thread, when the last reference to a window ends.
+    def _free(self, memory: memoryview, bytes: int) -> None:
+        # Called in any thread, when the last reference to the data of a window ends.
         with self._changed:
             self._live -= 1
+            self._unused.append(memory)
             self._changed.notify_all()
         self._on_bytes(bytes)
 
     def _receive(self, number: int) -> None:
         """Receives the streams of some ranks, in a thread. The ranges of a stream are in order."""
-        ranges, buffer = self._ranges[number], bytearray(_RECEIVED_BYTES)
+        ranges, buffer = self._ranges[number], memoryview(bytearray(_RECEIVED_BYTES))
         while True:
             with self._changed:
                 while not ranges and not self._stopped:
@@ -457,10 +467,9 @@ class _Windows(Iterator[memoryview]):
                 if offset != self._received[stream]:
                     raise AssertionError(f"{self._file.name}: the ranges of a stream have gaps")
                 self._received[stream] += bytes
-                for begin in range(offset, offset + bytes, len(buffer)):
-                    data = memoryview(buffer)[: offset + bytes - begin]
-                    self._senders[stream].receive(data)
-                    self._file.copy(stream, begin, data, window.begin, window)
+                for data in self._senders[stream].receive(bytes, buffer):
+                    self._file.copy(stream, offset, data, window.begin, window.data)
+                    offset += len(data)
             except BaseException as error:
                 with self._changed:
                     self._error = self._error or error.with_traceback(None)

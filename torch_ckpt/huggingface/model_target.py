@@ -8,8 +8,9 @@ steps of a save to a directory:
 2. Each rank receives the places of its tensors, and writes its parts there. No rank holds more than
    its own shards. Ranges of which several ranks of a machine write short runs are collected in
    shared memory (csrc/engine/collective_buffer.h).
-3. If ranks of several hosts would write short runs to the same ranges, one rank assembles each file
-   from what the other ranks send it (assembly.py), so that no two hosts write to one file.
+3. If ranks of several hosts would write to one file, one rank assembles each file from what the
+   other ranks send it (assembly.py). On file systems that take parallel writes, ranks of several
+   hosts write to one file, unless they would write short runs to the same ranges.
 4. The coordinator completes and publishes the directory. csrc/directory/model_save.h has the
    protocol.
 """
@@ -22,6 +23,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +35,7 @@ from torch_ckpt._base.checks import refuse_keyword, require_at_least, require_in
 from torch_ckpt._base.paths import absolute
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.dtypes import parse_dtype
-from torch_ckpt.checkpoint.publishing import new_file
+from torch_ckpt.checkpoint.publishing import write_new_file
 from torch_ckpt.checkpoint.shared_directory import Probe, View, wait_for
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.huggingface.assembly import Assembly, DirectoryFiles, Files, Share, shares_of
@@ -398,12 +400,14 @@ class LocalModelTarget(ModelTarget):
         hosts = [one.directory.mounts for one in opened]
         coordinator = plan.coordinator
         shares: Sequence[Share | None] = [None] * len(opened)
-        assembles = (
+        needs_one_writer = (
+            layout.interleaves if created.view.takes_parallel_writes else layout.shares_files
+        )
+        if (
             has_several_hosts
             and all(one.address for one in opened)
-            and layout.interleaves(coordinator, hosts)
-        )
-        if assembles:
+            and needs_one_writer(coordinator, hosts)
+        ):
             places, shares = self._shares(layout, plan, opened)
         else:
             places = layout.places_of_plan(coordinator, [one.memory for one in opened])
@@ -433,7 +437,7 @@ class LocalModelTarget(ModelTarget):
         if share is None:
             folder = open_new()
         else:
-            self._new = DirectoryFiles(open_new, self.options.sync_files)
+            self._new = DirectoryFiles(open_new, self.options)
             path = os.path.join(parent.path, temporary)
             folder = StreamFolder(path, self._begin_assembly(share, self._new))
         return folder, "", state.parts(items, places, self._dtype)
@@ -445,10 +449,12 @@ class LocalModelTarget(ModelTarget):
 
     def write_file(self, name: str, pieces: Iterator[memoryview], bytes: int) -> None:
         assert self._save is not None
-        # complete() fsyncs the file.
-        with new_file(str(self._parent / self._save.temporary / name), sync=False) as stream:
-            for piece in pieces:
-                stream.write(piece)
+        assert self._directory is not None
+        with closing(self._directory.open_directory(self._save.temporary)) as directory:
+            # complete() fsyncs the file.
+            write_new_file(
+                directory, name, pieces, bytes, direct_io=self.options.direct_io, sync=False
+            )
 
     def commit(self, plan: AgreedPlan, written: list[Written]) -> bytes:
         save, layout = self._save, self.layout

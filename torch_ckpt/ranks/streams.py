@@ -28,7 +28,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -42,6 +42,7 @@ _RANK = struct.Struct("!I")
 
 _FRAME, _HEARTBEAT = struct.Struct("!I"), b"."
 _FRAME_BYTES = 1 << 20
+_NONE = memoryview(b"")
 
 # Seconds between two heartbeats, and between two checks that a wait must continue.
 _HEARTBEAT_SECONDS, _REST_SECONDS = 5.0, 0.2
@@ -94,22 +95,23 @@ class Connection:
                 self._send(memoryview(_FRAME.pack(len(frame))), is_cancelled)
                 self._send(frame, is_cancelled)
 
-    def receive(self, into: memoryview) -> None:
-        """Receives the next bytes of the stream, as many as ``into`` has.
+    def receive(self, count: int, buffer: memoryview) -> Iterator[memoryview]:
+        """Receives the next ``count`` bytes of the stream, in parts.
+
+        Args:
+            buffer: memory for a part.
+
+        Returns:
+            The parts. Each of them is valid until the next one is asked for.
 
         Raises:
             PeerLost, ConnectionError: see :meth:`send`.
         """
-        self._heard = time.monotonic()
-        while len(into) > 0:
-            while self._left == 0:
-                size = bytearray(_FRAME.size)
-                self._receive(memoryview(size))
-                [self._left] = _FRAME.unpack(size)
-            part = into[: self._left]
-            self._receive(part)
-            self._left -= len(part)
-            into = into[len(part) :]
+        while count > 0:
+            part = buffer[:count]
+            self._receive_all(part)
+            yield part
+            count -= len(part)
 
     def send_heartbeat(self, is_sender: bool) -> None:
         """Sends a heartbeat, unless another thread is sending."""
@@ -130,6 +132,18 @@ class Connection:
         self._socket.close()
 
     # --- private ---------------------------------------------------------------------------------
+
+    def _receive_all(self, into: memoryview) -> None:
+        self._heard = time.monotonic()
+        while len(into) > 0:
+            while self._left == 0:
+                size = bytearray(_FRAME.size)
+                self._receive(memoryview(size))
+                [self._left] = _FRAME.unpack(size)
+            part = into[: self._left]
+            self._receive(part)
+            self._left -= len(part)
+            into = into[len(part) :]
 
     def _send(self, data: memoryview, is_cancelled: Callable[[], bool]) -> None:
         while len(data) > 0:
@@ -180,6 +194,63 @@ class Connection:
         own, other = self._ranks
         why = "this rank has closed it" if self._is_closed else why
         return PeerLost(f"rank {own}: the connection to rank {other} is lost: {why}")
+
+
+class OwnStream:
+    """A stream of a rank to itself, from one thread to another. See :class:`Connection`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._data = _NONE
+        self._is_read = False
+        self._is_closed = False
+
+    def send(self, data: memoryview, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Waits until the bytes were received. See :meth:`Connection.send`."""
+        with self._changed:
+            self._require_open()
+            self._data = data
+            self._changed.notify_all()
+            try:
+                while len(self._data) > 0:
+                    self._changed.wait(_REST_SECONDS)
+                    self._require_open()
+                    if is_cancelled():
+                        raise InterruptedError(errno.EINTR, "the save was cancelled")
+            finally:
+                self._data = _NONE
+                # The sender may use the memory for other bytes when this call returns.
+                while self._is_read:
+                    self._changed.wait()
+
+    def receive(self, count: int, buffer: memoryview) -> Iterator[memoryview]:
+        """See :meth:`Connection.receive`. Returns parts of the sent bytes, not of ``buffer``."""
+        while count > 0:
+            with self._changed:
+                while len(self._data) == 0:
+                    self._require_open()
+                    self._changed.wait()
+                part = self._data[:count]
+                self._is_read = True
+            try:
+                yield part
+            finally:
+                with self._changed:
+                    count -= len(part)
+                    self._data = self._data[len(part) :] if len(part) < len(self._data) else _NONE
+                    part.release()
+                    self._is_read = False
+                    self._changed.notify_all()
+
+    def close(self) -> None:
+        """See :meth:`Connection.close`."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise PeerLost("this rank has closed the connection with itself")
 
 
 class Listener:
@@ -353,12 +424,6 @@ def open_connection(
         f"rank {own} cannot connect to rank {other}, port {port} ({'; '.join(failures)}). Ranks "
         "send parts of files to each other: allow connections between the hosts",
     )
-
-
-def pair(rank: int, timeout: float) -> tuple[Connection, Connection]:
-    """Returns both ends of a connection of a rank with itself."""
-    sender, receiver = socket.socketpair()
-    return Connection(sender, rank, rank, timeout), Connection(receiver, rank, rank, timeout)
 
 
 def start_heartbeats(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,18 +36,22 @@ class Sender:
         self.may_be_lost = threading.Event()
         self.is_lost = threading.Event()
 
-    def receive(self, into: memoryview) -> None:
-        if self.left == 0:
-            self.may_be_lost.wait()
-            self.is_lost.set()
-            raise ConnectionError("lost")
-        self.left -= len(into)
+    def receive(self, count: int, buffer: memoryview) -> Iterator[memoryview]:
+        while count > 0:
+            if self.left == 0:
+                self.may_be_lost.wait()
+                self.is_lost.set()
+                raise ConnectionError("lost")
+            part = buffer[:count]
+            yield part
+            count -= len(part)
+            self.left -= len(part)
 
 
 def test_a_window_that_is_lost_while_another_is_written_is_not_written() -> None:
     sender: Any = Sender()
     file: Any = File()
-    windows = _Windows(file, {1: sender}, None, lambda _bytes: None)
+    windows = _Windows(file, [sender], None, lambda _bytes: None)
     first = next(windows)
     sender.may_be_lost.set()
     sender.is_lost.wait()

@@ -64,7 +64,7 @@ ELSEWHERE = ("to a FileSystemReader: allow_pickle", "FileSystemReader(allow_pick
 SURFACES: dict[tuple[str, str], list[str]] = {
     ("csrc/directory/model_save.cpp", "overwrite"): ["save of safetensors", "convert"],
     ("csrc/engine/load_session.cpp", "max_inflight_bytes"): ["load", "FileSystemReader"],
-    ("csrc/engine/output_file.cpp", "direct_io"): [*SAVES, "save of safetensors"],
+    ("csrc/engine/new_file.cpp", "direct_io"): [*SAVES, "save of safetensors"],
     ("csrc/engine/record_reader.cpp", "direct_io"): ["load", "FileSystemReader"],
     ("csrc/index/checkpoint_index.cpp", "allow_pickle"): LOADS,
     ("torch_ckpt/checkpoint/lease.py", "use_collectives"): ["dcp.save"],

@@ -8,14 +8,21 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from torch_ckpt.ranks import streams
 from torch_ckpt.ranks.failures import PeerLost
-from torch_ckpt.ranks.streams import Connection, Listener, connect, start_heartbeats
+from torch_ckpt.ranks.streams import (
+    Connection,
+    Listener,
+    OwnStream,
+    connect,
+    start_heartbeats,
+)
 
 #: More than the buffers of a connection have room for.
 MANY_BYTES = 64 << 20
@@ -30,8 +37,15 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    with closing(Listener()) as opened:
-        yield opened
+    with closing(Listener()) as opened, ExitStack() as connections:
+        real = Connection.__init__
+
+        def initialize(connection: Connection, *arguments: Any) -> None:
+            real(connection, *arguments)
+            connections.callback(connection.close)
+
+        with mock.patch.object(Connection, "__init__", initialize):
+            yield opened
 
 
 def connected(
@@ -43,13 +57,13 @@ def connected(
     return sender, accepting.result()[1]
 
 
-def receive(connection: Connection, count: int) -> bytes:
-    data = bytearray(count)
-    connection.receive(memoryview(data))
-    return bytes(data)
+def receive(stream: Connection | OwnStream, count: int) -> bytes:
+    return b"".join(map(bytes, stream.receive(count, memoryview(bytearray(1 << 20)))))
 
 
-def send_in(threads: ThreadPoolExecutor, connection: Connection, data: bytes) -> Future[None]:
+def send_in(
+    threads: ThreadPoolExecutor, connection: Connection | OwnStream, data: bytes
+) -> Future[None]:
     return threads.submit(connection.send, memoryview(data))
 
 
@@ -65,10 +79,48 @@ def test_bytes_arrive_in_their_order(listener: Listener, threads: ThreadPoolExec
         each.result()
 
 
-def test_a_rank_connects_with_itself() -> None:
-    sender, receiver = streams.pair(0, TIMEOUT)
-    sender.send(memoryview(b"own"))
-    assert receive(receiver, 3) == b"own"
+def test_a_rank_sends_bytes_to_itself(threads: ThreadPoolExecutor) -> None:
+    stream = OwnStream()
+    data = os.urandom(5_000_000)
+    sending = send_in(threads, stream, data)
+    assert receive(stream, 10) == data[:10]
+    assert not sending.done()
+    assert receive(stream, len(data) - 10) == data[10:]
+    sending.result()
+    sending = send_in(threads, stream, b"more")
+    assert receive(stream, 4) == b"more"
+    sending.result()
+
+
+def test_a_rank_that_closes_the_stream_to_itself_neither_sends_nor_receives(
+    threads: ThreadPoolExecutor,
+) -> None:
+    for call in (lambda to: to.send(memoryview(b"a")), lambda to: receive(to, 1)):
+        stream = OwnStream()
+        waiting = threads.submit(call, stream)
+        stream.close()
+        with pytest.raises(PeerLost, match="this rank has closed the connection with itself"):
+            waiting.result()
+
+
+def test_a_cancelled_send_of_a_rank_to_itself_ends_when_no_thread_reads_the_bytes(
+    threads: ThreadPoolExecutor,
+) -> None:
+    stream = OwnStream()
+    asked = threading.Event()
+
+    def is_cancelled() -> bool:
+        asked.set()
+        return True
+
+    sending = threads.submit(stream.send, memoryview(b"ab"), is_cancelled)
+    parts = stream.receive(1, memoryview(bytearray(1)))
+    part = next(parts)
+    asked.wait()
+    assert (bytes(part), sending.done()) == (b"a", False)
+    parts.close()
+    with pytest.raises(InterruptedError):
+        sending.result()
 
 
 @pytest.mark.parametrize(
