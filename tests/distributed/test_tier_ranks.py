@@ -193,9 +193,7 @@ def case_a_host_that_has_every_other_disk_restores_all_ranks(launch: Launch) -> 
 @on(3)
 def case_a_step_with_copies_on_other_hosts_survives_the_loss_of_a_host(launch: Launch) -> None:
     save_on_two_hosts(launch)
-    [local] = disk_of(launch, launch.rank).glob("*/0000000001")
-    owners = {int(path.name.split("_")[2]) for path in local.glob("*.distcp")}
-    assert owners == {launch.rank, (launch.rank - 1) % 3}
+    assert files_on_disk(launch, 1) == {launch.rank, (launch.rank - 1) % 3}
     lose_a_disk(launch)
     with without_copies(), manager(launch, peers=1) as made:
         assert_restores(launch, made, 1)
@@ -229,6 +227,44 @@ def case_a_damaged_file_is_read_from_the_other_host(launch: Launch) -> None:
     with without_copies(), manager(launch, peers=1) as made, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*reading other copies of the files")
         assert_restores(launch, made, 1)
+
+
+def files_on_disk(launch: Launch, step: int) -> set[int]:
+    """Returns the ranks of whose files of a step there are copies on the disk of this rank's
+    host."""
+    [local] = disk_of(launch, launch.rank).glob(f"*/{step:010}")
+    return {int(path.name.split("_")[2]) for path in local.glob("*.distcp")}
+
+
+@on(2)
+def case_all_steps_are_copied_to_other_hosts_although_the_root_cannot_be_reached(
+    launch: Launch,
+) -> None:
+    with without_copies(), manager(launch, peers=1) as made:
+        save(launch, made, 1, 2)
+        with suppress(CheckpointError):  # the copy to the root fails
+            made.wait_until_finished(published=True)
+    dist.barrier()
+    assert [files_on_disk(launch, step) for step in (1, 2)] == [{0, 1}, {0, 1}]
+
+
+@on(2)
+def case_a_step_that_lost_files_with_a_host_is_deleted_when_the_root_has_a_newer_one(
+    launch: Launch,
+) -> None:
+    with without_copies(), manager(launch) as made:
+        save(launch, made, 1)
+    lose_a_disk(launch)
+    dist.barrier()
+    with manager(launch) as made:
+        assert made.restore(state_of(launch, 0)) == 0
+        save(launch, made, 2)
+        made.wait_until_finished(published=True)
+        save(launch, made, 3)
+        made.wait_until_finished(published=True)
+    dist.barrier()
+    on_disk = [path.name for path in disk_of(launch, launch.rank).glob("*/0*")]
+    assert sorted(on_disk) == ["0000000002", "0000000003"]
 
 
 @on(2)

@@ -65,6 +65,7 @@ class SaveOnDisks:
 
     Attributes:
         step, digest, key: identify the save.
+        files: sizes of the files that the rank's host has, by rank.
         holders: a rank whose host has the file, by file. The ranks have about as many bytes.
         is_complete: True if each file is on one of the hosts.
         is_published: True if a host has noted that the step has been copied to the root.
@@ -75,8 +76,8 @@ class SaveOnDisks:
         _rank, one = copies[0]
         self.step, self.digest, self.key = one.step, one.digest, key_of(one)
         self.one = one
-        self.ranks = [rank for rank, _copy in copies]
-        self.holders = assign_files({rank: copy.files for rank, copy in copies})
+        self.files = {rank: copy.files for rank, copy in copies}
+        self.holders = assign_files(self.files)
         self.is_complete = len(self.holders) == one.of_all
         self.is_published = any(copy.is_published for _rank, copy in copies)
         self.is_noted = all(copy.is_published for _rank, copy in copies)

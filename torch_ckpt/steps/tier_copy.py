@@ -5,15 +5,17 @@ from the disks and the root, so that a round after a failure or a restart contin
 round:
 
 1. Every rank reports the steps on the disk of its host, and how often it was notified. The
-   coordinator compares these steps with the root, and chooses the oldest save that is complete on
-   the hosts, is not published, and is newer than the root's step of this number. It also names the
-   saves that the root has now, and the saves to delete: another save has replaced them, or the step
-   was deleted.
+   coordinator compares these steps with the root, and names the saves that the root has now, and
+   the saves to delete: another save has replaced them, the step was deleted, or files of an older
+   save than the root's newest one have been lost with a host.
 2. Each host notes which saves are published, and deletes steps that it need not keep.
-3. Every rank opens the target beneath the root. The coordinator assigns each file to one of the
-   ranks whose hosts have it.
-4. If hosts keep files of other hosts, ranks copy these to their disks (tier_peers.py). If a rank
-   fails, it logs a warning.
+3. If each host keeps files of other hosts, the coordinator chooses the newest save that is complete
+   on the hosts, is not published, and of which a host lacks such files. Ranks copy them to their
+   disks (tier_sharing.py), and the round ends. So the files are on several disks before a copy to
+   the root, which takes longer, begins. If a rank fails, it logs a warning.
+4. Otherwise, the coordinator chooses the oldest save that is complete on the hosts, is not
+   published, and is newer than the root's step of this number. Every rank opens the target beneath
+   the root. The coordinator assigns each file to one of the ranks whose hosts have it.
 5. Every rank verifies its files and copies them. A file in a directory is copied under a temporary
    name, fsynced and renamed, so a file with its final name is complete, and is not copied again
    after a restart. The attempt in the name of the unfinished directory is the begin of the digest,
@@ -28,11 +30,11 @@ copied.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -50,10 +52,24 @@ from torch_ckpt.ranks.failures import causes, failure_of
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.saving.target import CheckpointTarget, Opened
 from torch_ckpt.steps.host_step import HostStep
-from torch_ckpt.steps.local_copy import Holder, LocalCopy, assign_files, saves_on_disks
+from torch_ckpt.steps.local_copy import (
+    Holder,
+    LocalCopy,
+    SaveOnDisks,
+    assign_files,
+    key_of,
+    saves_on_disks,
+)
 from torch_ckpt.steps.tier import TieredSteps, key_of_marker
-from torch_ckpt.steps.tier_files import DirectoryFiles, Files, first_fault
+from torch_ckpt.steps.tier_files import DirectoryFiles, Files
 from torch_ckpt.steps.tier_peers import FileServer, PeerFiles
+from torch_ckpt.steps.tier_sharing import (
+    Pieces,
+    Sharing,
+    assign_to_hosts,
+    copy_to_directory,
+    require_intact,
+)
 from torch_ckpt.stores import ObjectStore
 from torch_ckpt.stores.folder import ObjectFolder
 
@@ -75,10 +91,14 @@ class _Message(NamedTuple):
     Attributes:
         notified: how often the rank was notified.
         copies: the steps on the disk of its host.
+        host: identifies the disk.
+        address: the address at which the rank serves files; empty if it does not.
     """
 
     notified: int
     copies: list[LocalCopy]
+    host: tuple[object, ...]
+    address: bytes
 
 
 class _Plan(NamedTuple):
@@ -89,7 +109,10 @@ class _Plan(NamedTuple):
         published: the saves that the root has now, or had, and that a host has not noted.
         fresh: those of them that no host has noted.
         unwanted: the saves to delete from the disks.
-        save: the save to copy; None if there is none.
+        save: the save to copy to the root; None if there is none.
+        shared: the save of which hosts copy files of other hosts; None if there is none.
+        from_others: for each rank, the files to copy, and the ranks that serve them.
+        hosts, addresses: of the messages of all ranks.
     """
 
     seen: int
@@ -97,6 +120,10 @@ class _Plan(NamedTuple):
     fresh: list[SaveId]
     unwanted: list[SaveId]
     save: SaveId | None
+    shared: SaveId | None
+    from_others: list[dict[str, Holder]]
+    hosts: list[tuple[object, ...]]
+    addresses: list[bytes]
 
 
 class _Offer(NamedTuple):
@@ -105,14 +132,10 @@ class _Offer(NamedTuple):
     Attributes:
         files: sizes of the data files that its host has; None if the host does not have the save.
         of_all: number of data files on all hosts together.
-        host: identifies the host's disk.
-        address: the address at which the rank serves files; empty if it does not.
     """
 
     files: dict[str, int] | None
     of_all: int
-    host: tuple[object, ...]
-    address: bytes
 
 
 class _Task(NamedTuple):
@@ -121,14 +144,10 @@ class _Task(NamedTuple):
     Attributes:
         files: names of the files to copy.
         sends: True if the rank sends the metadata and the marker.
-        share: part of the rate limit.
-        peers: the files of other hosts to copy to the disk of this host, and their holders.
     """
 
     files: list[str]
     sends: bool
-    share: float
-    peers: dict[str, Holder]
 
 
 class Copier:
@@ -161,7 +180,8 @@ class Copier:
         self._on_published = on_published
         self._changed = threading.Condition()
         self._exchange: Exchange | None = None
-        self._copy: _Copy | None = None
+        self._copy: _Copy | Sharing | None = None
+        self._server: FileServer | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
         # How often this rank was notified; how often every rank was, before the last round that
@@ -169,9 +189,11 @@ class Copier:
         self._notified = self._seen = self._failures = 0
         # The saves of this process that are not known to be published.
         self._own: set[SaveId] = set()
-        # On the coordinator: the saves that were reported, and those that cannot be copied.
+        # On the coordinator: the saves that were reported, those that cannot be copied to the root,
+        # and those that cannot be copied to other hosts.
         self._reported: set[SaveId] = set()
         self._damaged: set[SaveId] = set()
+        self._unshared: set[SaveId] = set()
 
     def notify(self, save: SaveId | None = None) -> None:
         """Makes a round.
@@ -285,7 +307,7 @@ class Copier:
                 continue
             with self._changed:
                 self._own -= {*plan.published, *plan.unwanted}
-                if plan.save is None:
+                if plan.save is None and plan.shared is None:
                     self._seen = plan.seen
                 self._changed.notify_all()
 
@@ -304,10 +326,15 @@ class Copier:
             with exchange, exchange.alive(self._moved):
                 plan, _ = exchange.exchange("list", self._list, self._choose)
                 exchange.run("note", lambda: self._note(plan, exchange.is_coordinator))
-                if plan.save is not None:
-                    self._make_copy(plan.save, exchange)
+                if plan.shared is not None:
+                    self._share(plan, plan.shared, exchange)
+                elif plan.save is not None:
+                    self._make_copy(plan, plan.save, exchange)
         finally:
             self._exchange = None
+            server, self._server = self._server, None
+            if server is not None:
+                server.close()
         return plan
 
     def _moved(self) -> int:
@@ -317,13 +344,24 @@ class Copier:
     def _list(self) -> tuple[_Message, None]:
         with self._changed:
             notified = self._notified
-        return _Message(notified, self.steps.copies()), None
+        copies, disk = self.steps.copies(), self.steps.disk
+        host: tuple[object, ...] = ()
+        if copies:
+            with closing(OpenDirectory(disk.root)) as directory:
+                identity = DirectoryIdentity.of(directory)
+            host = identity.mounts, identity.numbers
+        # Without copies, no rank needs files of this host.
+        if copies and self.steps.tier.peers:
+            self._server = FileServer(disk, self.timeout)
+        address = b"" if self._server is None else self._server.address
+        return _Message(notified, copies, host, address), None
 
     def _choose(self, messages: list[_Message]) -> _Plan:
         published: list[SaveId] = []
         fresh: list[SaveId] = []
         unwanted: list[SaveId] = []
-        chosen: SaveId | None = None
+        complete: list[SaveOnDisks] = []  # and not published
+        lost: list[SaveOnDisks] = []
         for save in saves_on_disks([message.copies for message in messages]):
             key = save.step, save.digest
             if self.steps.is_forgotten(save.step, save.key):
@@ -341,11 +379,53 @@ class Copier:
                 continue
             elif in_root is not None and save.key < in_root and math.isfinite(in_root[0]):
                 unwanted.append(key)
-            elif chosen is None and save.is_complete and key not in self._damaged:
+            elif not save.is_complete:
+                lost.append(save)
+            elif key not in self._damaged and (in_root is None or math.isfinite(in_root[0])):
                 # Not if a user has made the step in the root, or if its marker cannot be read.
-                chosen = key if in_root is None or math.isfinite(in_root[0]) else None
-        seen = min(message.notified for message in messages)
-        return _Plan(seen, published, fresh, unwanted, chosen)
+                complete.append(save)
+        unwanted += self._superseded(lost)
+        hosts = [message.host for message in messages]
+        shared, from_others = self._choose_shared(complete, hosts)
+        return _Plan(
+            min(message.notified for message in messages),
+            published,
+            fresh,
+            unwanted,
+            (complete[0].step, complete[0].digest) if complete and shared is None else None,
+            shared,
+            from_others,
+            hosts,
+            [message.address for message in messages],
+        )
+
+    def _superseded(self, lost: Sequence[SaveOnDisks]) -> list[SaveId]:
+        """Returns those saves than which the root has a newer one. A host that comes back may have
+        the files of the others."""
+        if not lost:
+            return []
+        keys = [key_of(info) for info in self.steps.entries(leftovers=False) if info.complete]
+        newest = max((key for key in keys if math.isfinite(key[0])), default=(-math.inf, 0.0, ""))
+        older = [save for save in lost if save.key < newest]
+        for save in older:
+            LOGGER.warning(
+                "step %d is deleted from the hosts' own disks: no host has all of its files, and "
+                "the root has a newer step",
+                save.step,
+            )
+        return [(save.step, save.digest) for save in older]
+
+    def _choose_shared(
+        self, saves: Sequence[SaveOnDisks], hosts: Sequence[tuple[object, ...]]
+    ) -> tuple[SaveId | None, list[dict[str, Holder]]]:
+        """Chooses the newest save of which a host lacks files of other hosts."""
+        for save in reversed(saves):
+            key = save.step, save.digest
+            if key not in self._unshared:
+                from_others = assign_to_hosts(save.files, hosts, self.steps.tier.peers)
+                if any(from_others):
+                    return key, from_others
+        return None, [{} for _ in hosts]
 
     def _note(self, plan: _Plan, is_coordinator: bool) -> None:
         """Updates the disk of this host. An error is logged: the next round tries again."""
@@ -365,18 +445,32 @@ class Copier:
                     self._on_published(save[0])
         self.steps.delete_old()
 
-    def _make_copy(self, save: SaveId, exchange: Exchange) -> None:
-        copy = _Copy(self, *save)
+    def _share(self, plan: _Plan, save: SaveId, exchange: Exchange) -> None:
+        wanted = plan.from_others[exchange.rank]
+        peers = PeerFiles(*save, wanted, plan.addresses, exchange.rank, self.timeout)
+        pieces = self._pieces_on(plan, exchange.rank)
+        sharing = Sharing(self.steps.disk, save, [*wanted], peers, pieces)
+        with self._changed:
+            self._copy = sharing
+        try:
+            have_copied, _ = exchange.exchange("share", lambda: (sharing.run(), None), all)
+            if not have_copied:
+                self._unshared.add(save)
+        finally:
+            with self._changed:
+                self._copy = None
+            peers.close()
+
+    def _make_copy(self, plan: _Plan, save: SaveId, exchange: Exchange) -> None:
+        copy = _Copy(self, *save, self._pieces_on(plan, exchange.rank))
         with self._changed:
             self._copy = copy
         try:
-            (task, layout, addresses), _ = exchange.exchange(
+            (task, layout), _ = exchange.exchange(
                 "offer",
                 lambda: (copy.offer(exchange.rank, exchange.size), None),
-                lambda offers: _assign(offers, copy, self.steps.tier.peers),
+                lambda offers: _assign(offers, copy),
             )
-            if self.steps.tier.peers:
-                exchange.run("peers", lambda: copy.copy_from_peers(task, addresses))
             # With a function that undoes, a coordinator that was declared dead does not commit.
             exchange.exchange(
                 "copy",
@@ -393,18 +487,22 @@ class Copier:
                 self._copy = None
             copy.close()
 
-    def pieces(
+    def _pieces_on(self, plan: _Plan, rank: int) -> Pieces:
+        """Returns the function that reads files in pieces. The ranks of a host share the limit."""
+        return partial(self._pieces, 1.0 / plan.hosts.count(plan.hosts[rank]))
+
+    def _pieces(
         self,
+        share: float,
         files: Files,
         name: str,
-        share: float,
         busy: Callable[[], AbstractContextManager[None]],
     ) -> Iterator[memoryview]:
         """Yields a file in pieces, as fast as the limit permits.
 
         Args:
             share: part of the limit.
-            busy: see :meth:`Target.busy`.
+            busy: block in which the function waits.
         """
         begun, offset, count = time.monotonic(), 0, files.size(name)
         limit = self.steps.tier.bytes_per_second
@@ -419,9 +517,7 @@ class Copier:
                     self.pause(max(0.0, begun + offset / (limit * share) - time.monotonic()))
 
 
-def _assign(
-    offers: list[tuple[_Offer, Opened]], copy: _Copy, peers: int
-) -> Answers[tuple[_Task, bytes, list[bytes]]]:
+def _assign(offers: list[tuple[_Offer, Opened]], copy: _Copy) -> Answers[tuple[_Task, bytes]]:
     """Assigns each file to one of the ranks that have it."""
     files = {
         rank: offer.files for rank, (offer, _opened) in enumerate(offers) if offer.files is not None
@@ -433,55 +529,11 @@ def _assign(
     tasks: list[list[str]] = [[] for _ in offers]
     for name, holder in assigned.items():
         tasks[holder.rank].append(name)
-    hosts = [offer.host for offer, _opened in offers]
     layouts = copy.lay_out([opened for _offer, opened in offers])
-    of_peers = assign_to_peers([offer for offer, _opened in offers], holders, peers)
-    addresses = [offer.address for offer, _opened in offers]
     return Answers(
-        (
-            _Task(names, rank == holders[0], 1.0 / hosts.count(hosts[rank]), from_peers),
-            layout,
-            addresses,
-        )
-        for rank, (names, layout, from_peers) in enumerate(
-            zip(tasks, layouts, of_peers, strict=True)
-        )
+        (_Task(names, rank == holders[0]), layout)
+        for rank, (names, layout) in enumerate(zip(tasks, layouts, strict=True))
     )
-
-
-def assign_to_peers(
-    offers: Sequence[_Offer], holders: Sequence[int], peers: int
-) -> list[dict[str, Holder]]:
-    """Assigns copies of files, so that each file is on ``1 + peers`` hosts, if there are as many.
-
-    A host copies the files of the hosts before it, in the order of their first ranks. Its ranks
-    share the files.
-
-    Args:
-        offers: the offers of all ranks.
-        holders: the ranks whose hosts have the step.
-
-    Returns:
-        For each rank, the files that it copies, and the ranks that serve them.
-    """
-    ranks_of: dict[tuple[object, ...], list[int]] = {}
-    for rank in holders:
-        ranks_of.setdefault(offers[rank].host, []).append(rank)
-    hosts = list(ranks_of.values())
-    assigned: list[dict[str, Holder]] = [{} for _ in offers]
-    loads = [0] * len(offers)
-    files = [offers[ranks[0]].files or {} for ranks in hosts]
-    sizes = {name: count for of_host in files for name, count in of_host.items()}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        having = [number for number, of_host in enumerate(files) if name in of_host]
-        others = [(having[0] + step) % len(hosts) for step in range(1, len(hosts))]
-        lacking = [number for number in others if number not in having]
-        for number in lacking[: max(0, 1 + peers - len(having))]:
-            rank = min(hosts[number], key=loads.__getitem__)
-            server = hosts[having[0]][hosts[number].index(rank) % len(hosts[having[0]])]
-            assigned[rank][name] = Holder(server, sizes[name])
-            loads[rank] += sizes[name]
-    return assigned
 
 
 def _is_corrupt(error: BaseException) -> bool:
@@ -493,15 +545,13 @@ def _is_corrupt(error: BaseException) -> bool:
 class _Copy:
     """This rank's part of one copy."""
 
-    def __init__(self, copier: Copier, step: int, digest: bytes) -> None:
+    def __init__(self, copier: Copier, step: int, digest: bytes, pieces: Pieces) -> None:
         self.step = step
         self.digest = digest
         self._copier = copier
+        self._pieces = pieces
         self._found: HostStep | None = None
         self._files: DirectoryFiles | None = None
-        self._server: FileServer | None = None
-        self._peers: PeerFiles | None = None
-        self._rank = 0
         self._target: CheckpointTarget | None = None
         self._marker: dict[str, Any] = {}
         self._bytes = 0
@@ -519,105 +569,49 @@ class _Copy:
 
     def offer(self, rank: int, ranks: int) -> tuple[_Offer, Opened]:
         """Opens the step on this host, and the target."""
-        copier, self._rank = self._copier, rank
-        disk = copier.steps.disk
+        copier = self._copier
         with suppress(FileNotFoundError):
-            self._found = HostStep(disk, self.step)
+            self._found = HostStep(copier.steps.disk, self.step)
         if self._found is not None and self._found.digest != self.digest:
             self._found.close()
             self._found = None
         found, files, of_all = self._found, None, 0
-        host: tuple[object, ...] = ()
         if found is not None:
             # So that no other process deletes the step.
             share_or_warn(found.directory)
             files, of_all = found.files(), len(found.named())
             self._files = DirectoryFiles(found.directory, files)
-            identity = DirectoryIdentity.of(found.directory)
-            host = identity.mounts, identity.numbers
-            if copier.steps.tier.peers:
-                self._server = FileServer(disk, copier.timeout)
         # A restart finds the unfinished directory by this attempt.
         attempt = self.digest.hex()[:8]
         self._target = copier.target(self.step, attempt, lambda: self._marker)
-        opened = self._target.open(rank, ranks)
-        address = b"" if self._server is None else self._server.address
-        return _Offer(files, of_all, host, address), opened
+        return _Offer(files, of_all), self._target.open(rank, ranks)
 
     def stop(self) -> None:
-        """Ends reads from other hosts. May be called from any thread."""
-        peers = self._peers
-        if peers is not None:
-            peers.close()
+        """Does nothing: :meth:`Copier.pause` ends a copy."""
 
     def lay_out(self, opened: list[Opened]) -> Sequence[bytes]:
         return self.target.lay_out(None, opened)  # type: ignore[arg-type]  # without a plan
-
-    def copy_from_peers(self, task: _Task, addresses: Sequence[bytes]) -> None:
-        """Copies files of other hosts to the disk of this host. Logs a warning if it fails."""
-        if not task.peers:
-            return
-        found, copier = self._found, self._copier
-        assert found is not None
-        files = self._peers = PeerFiles(
-            self.step, self.digest, task.peers, addresses, self._rank, copier.timeout
-        )
-        try:
-            for name in task.peers:
-                pieces = self._counted(copier.pieces(files, name, task.share, self.target.busy))
-                _copy_to_directory(
-                    found.directory, name, pieces, files.size(name), self.target.busy
-                )
-            found.directory.sync()
-            self._require_intact([*task.peers])
-        except (OSError, Corrupt) as error:
-            for name in task.peers:
-                with suppress(OSError):
-                    found.directory.remove(name)
-            LOGGER.warning(
-                "step %d: the disk of this host does not have the files of other hosts: %s",
-                self.step,
-                error,
-            )
-        finally:
-            files.close()
 
     def copy(self, task: _Task, layout: bytes) -> tuple[bytes, bytes] | None:
         """Copies the files of this rank. Returns the metadata and the marker if the rank sends
         them."""
         if task.files:
-            self._require_intact(task.files)
+            assert self._found is not None
+            # The root must not get damaged files.
+            require_intact(self._found, task.files, self.target.busy)
         folder = self.target.open_for_copy(layout)
         for name in task.files:
             assert self._files is not None
             count = self._files.size(name)
-            pieces = self._counted(
-                self._copier.pieces(self._files, name, task.share, self.target.busy)
-            )
+            pieces = self._counted(self._pieces(self._files, name, self.target.busy))
             if isinstance(folder, ObjectFolder):
                 _copy_to_store(folder.store, name, pieces, count)
             else:
-                _copy_to_directory(folder, name, pieces, count, self.target.busy)
+                copy_to_directory(folder, name, pieces, count, self.target.busy)
         if not task.sends:
             return None
         assert self._found is not None
         return self._found.metadata, self._found.marker
-
-    def _require_intact(self, names: list[str]) -> None:
-        """Verifies files of this host, so that the root does not get damaged ones.
-
-        Raises:
-            Corrupt: a file is damaged.
-        """
-        found = self._found
-        assert found is not None
-        with self.target.busy():
-            fault = first_fault(found.directory, found.metadata, names)
-        if fault:
-            raise Corrupt(
-                f"{fault}. Step {self.step} is not copied; repair the file, or delete the step on "
-                "this disk"
-            )
 
     def complete(self, sent: list[tuple[bytes, bytes] | None]) -> None:
         """Completes the step, on the coordinator."""
@@ -637,8 +631,6 @@ class _Copy:
             # After a failure, the next attempt continues with the files that are there.
             self._target.keep_all()
             self._target.discard()
-        if self._server is not None:
-            self._server.close()
         if self._files is not None:
             self._files.close()
         if self._found is not None:
@@ -656,41 +648,6 @@ def _copy_to_store(store: ObjectStore, name: str, pieces: Iterator[memoryview], 
     # An object is complete, and no other save uses its name.
     if found is None or found.bytes != count:
         store.put(name, pieces, count)
-
-
-def _copy_to_directory(
-    directory: OpenDirectory,
-    name: str,
-    pieces: Iterator[memoryview],
-    count: int,
-    busy: Callable[[], AbstractContextManager[None]],
-) -> None:
-    with suppress(FileNotFoundError):
-        # Complete, because files get their names when they are complete.
-        if directory.length_of(name) == count:
-            return
-    temporary = f".{name}.part"
-    path = os.path.join(directory.path, name)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    _core.fault_point("open", path)
-    fd = os.open(temporary, flags, 0o666, dir_fd=directory.fd)
-    try:
-        try:
-            for piece in pieces:
-                while piece:
-                    _core.fault_point("pwrite", path)
-                    piece = piece[os.write(fd, piece) :]
-            _core.fault_point("fsync", path)
-            with busy():
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        _core.fault_point("rename", path)
-        os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary, dir_fd=directory.fd)
-        raise
 
 
 register(Part.COPIES, at_exit=Copier.end_all, in_child=Copier.forget_in_child)

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
+from torch_ckpt._base.memory import memory_for_io
 from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, METADATA_NAME, decode_index
@@ -159,11 +160,11 @@ class DirectoryFiles:
             return os.fstat(self._descriptors[name]).st_size
 
     def read(self, name: str, offset: int, bytes: int) -> memoryview:
-        data = os.pread(self._descriptors[name], bytes, offset)
-        if len(data) != bytes:
+        data = memory_for_io(bytes)
+        if os.preadv(self._descriptors[name], [data], offset) != bytes:
             path = os.path.join(self._directory.path, name)
             raise OSError(errno.EIO, "the file has become shorter", path)
-        return memoryview(data)
+        return data
 
     def close(self) -> None:
         while self._descriptors:

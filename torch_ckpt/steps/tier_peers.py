@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from torch_ckpt._base.memory import memory_for_io
 from torch_ckpt.checkpoint.directory import share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.errors import CheckpointError
@@ -179,7 +180,7 @@ class PeerFiles:
         path = f"{name} on the host of rank {other}"
         encoded = os.fsencode(name)
         request = _REQUEST.pack(self._step, self._digest, offset, bytes, len(encoded)) + encoded
-        data = memoryview(bytearray(bytes))
+        data = memory_for_io(bytes)
         connected = None
         try:
             connected = self._connection(other)

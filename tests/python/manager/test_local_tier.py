@@ -23,7 +23,7 @@ from torch_ckpt.manager import LocalTier, SaveOptions
 from torch_ckpt.steps import tier_copy, tier_target
 
 #: A path of the copies beneath the root.
-COPIED = "*/root/*.distcp"
+COPIED = "*/root/*.distcp.part"
 
 
 @pytest.fixture
