@@ -58,12 +58,18 @@ def write_new_file(
         ValueError: ``direct_io`` is True and the file system does not support it.
     """
     file = _core.NewFile(directory, name, bytes, direct_io)
-    for piece in pieces:
-        file.write(piece)
-        # The next piece may need the memory of this one.
-        del piece
-    with busy():
-        file.finish(sync)
+    try:
+        for piece in pieces:
+            try:
+                file.write(piece)
+            finally:
+                # The next piece may need the memory of this one.
+                del piece
+        with busy():
+            file.finish(sync)
+    finally:
+        # Closes the file, also while a caller keeps the error and with it this frame.
+        del file
 
 
 @contextmanager

@@ -314,11 +314,12 @@ class Assembly:
     def _beat(self) -> None:
         """Reports progress while this rank waits for other ranks. A rank whose own disk or device
         does not answer must not count as alive."""
-        connections = self._receivers
-        if self._windows is not None:
-            connections = self._senders if self._windows.is_waiting else {}
-        if connections is None or any(one.is_waiting for one in [*connections.values()]):
+        if self._receivers is None:
             self._on_bytes(1)
+        elif self._windows is None or self._windows.is_waiting:
+            connections = [*self._receivers.values(), *self._senders.values()]
+            if any(connection.is_waiting for connection in connections):
+                self._on_bytes(1)
 
     def _keep(self, connections: Iterable[Connection]) -> None:
         """Notes connections to close at the end."""
@@ -417,6 +418,7 @@ class _Windows(Iterator[memoryview]):
         with self._changed:
             self._stopped = True
             self._ahead.clear()
+            self._unused.clear()
             for ranges in self._ranges:
                 ranges.clear()
             self._changed.notify_all()
@@ -449,7 +451,8 @@ class _Windows(Iterator[memoryview]):
         # Called in any thread, when the last reference to the data of a window ends.
         with self._changed:
             self._live -= 1
-            self._unused.append(memory)
+            if not self._stopped:
+                self._unused.append(memory)
             self._changed.notify_all()
         self._on_bytes(bytes)
 

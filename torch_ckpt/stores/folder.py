@@ -29,12 +29,16 @@ _REST_SECONDS = 0.2
 CLEANUP_SECONDS = 10.0
 
 
-class Streams(Protocol):
-    """Files that other ranks write: the engine's bytes are sent to these ranks."""
+class Failing(Protocol):
+    """Files whose calls may fail."""
 
     @property
     def error(self) -> BaseException | None:
-        """The first error."""
+        """The error to report; None if no call has failed."""
+
+
+class Streams(Failing, Protocol):
+    """Files that other ranks write: the engine's bytes are sent to these ranks."""
 
     def sends(self, name: str) -> bool: ...
     def write(self, name: str, piece: _core.FilePiece) -> None: ...
@@ -48,10 +52,11 @@ class StreamFolder:
         files: the argument of the engine's calls.
     """
 
-    def __init__(self, path: str, streams: Streams) -> None:
+    def __init__(self, path: str, streams: Failing) -> None:
         self.path = path
+        # The engine's store keeps this object alive, so the object must not refer to the folder.
         self.files = _core.Store(path, streams)
-        self._streams: Streams | None = streams
+        self._streams: Failing | None = streams
 
     def identity(self) -> tuple[int, int, int, int]:
         """Returns zeros: the other ranks compare the directories."""
@@ -70,7 +75,8 @@ class StreamFolder:
             error = None if self._streams is None else self._streams.error
             if error is None:
                 raise
-            raise error from None
+            # The frames of the failed call keep memory and open files.
+            raise error.with_traceback(None) from None
 
 
 class ObjectFolder(StreamFolder):

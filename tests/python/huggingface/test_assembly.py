@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from torch_ckpt.huggingface.assembly import _Windows
+from torch_ckpt.huggingface.assembly import Assembly, _Windows
 
 WINDOW_BYTES = 16 << 20
 
@@ -59,3 +60,17 @@ def test_a_window_that_is_lost_while_another_is_written_is_not_written() -> None
         next(windows)
     assert len(first) == WINDOW_BYTES
     windows.stop()
+
+
+@pytest.mark.parametrize(("window_waits", "is_alive"), [(None, True), (True, True), (False, False)])
+def test_a_rank_is_alive_while_a_receiver_keeps_it_waiting_and_its_own_files_wait_too(
+    window_waits: bool | None, is_alive: bool
+) -> None:
+    progress: list[int] = []
+    assembly = Assembly.__new__(Assembly)
+    assembly._on_bytes = progress.append
+    assembly._senders = {}
+    assembly._receivers = {1: mock.Mock(is_waiting=True)}
+    assembly._windows = None if window_waits is None else mock.Mock(is_waiting=window_waits)
+    assembly._beat()
+    assert bool(progress) == is_alive
