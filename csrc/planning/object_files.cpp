@@ -199,12 +199,9 @@ Result<ObjectFiles> ObjectFiles::of(const SafetensorsLayout& layout,
     }
     if (has_one_owner) continue;
     // The rank that writes least, among those that have parts of the file.
-    std::size_t writer = 0;
-    bool is_chosen = false;
-    for (std::size_t i = 0; i < assembly.streams(); ++i) {
-      const std::size_t rank = assembly.rank_of(i);
-      if (!is_chosen || loads[rank] < loads[writer]) writer = rank;
-      is_chosen = true;
+    std::size_t writer = assembly.streams() == 0 ? 0 : assembly.rank_of(0);
+    for (std::size_t i = 1; i < assembly.streams(); ++i) {
+      if (loads[assembly.rank_of(i)] < loads[writer]) writer = assembly.rank_of(i);
     }
     loads[writer] += bytes;
     for (std::size_t i = 0; i < assembly.streams(); ++i) {

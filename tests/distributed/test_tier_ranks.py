@@ -237,7 +237,7 @@ def files_on_disk(launch: Launch, step: int) -> set[int]:
 
 
 @on(2)
-def case_all_steps_are_copied_to_other_hosts_although_the_root_cannot_be_reached(
+def case_all_steps_are_copied_to_other_hosts_although_copies_to_the_root_fail(
     launch: Launch,
 ) -> None:
     with without_copies(), manager(launch, peers=1) as made:
@@ -249,9 +249,7 @@ def case_all_steps_are_copied_to_other_hosts_although_the_root_cannot_be_reached
 
 
 @on(2)
-def case_a_step_that_lost_files_with_a_host_is_deleted_when_the_root_has_a_newer_one(
-    launch: Launch,
-) -> None:
+def case_a_step_that_lost_files_with_a_host_stays_on_the_other_disk(launch: Launch) -> None:
     with without_copies(), manager(launch) as made:
         save(launch, made, 1)
     lose_a_disk(launch)
@@ -263,8 +261,9 @@ def case_a_step_that_lost_files_with_a_host_is_deleted_when_the_root_has_a_newer
         save(launch, made, 3)
         made.wait_until_finished(published=True)
     dist.barrier()
-    on_disk = [path.name for path in disk_of(launch, launch.rank).glob("*/0*")]
-    assert sorted(on_disk) == ["0000000002", "0000000003"]
+    # The disk with the files may come back.
+    on_disk = {int(path.name) for path in disk_of(launch, launch.rank).glob("*/0*")}
+    assert on_disk == ({2, 3} if launch.rank else {1, 2, 3})
 
 
 @on(2)

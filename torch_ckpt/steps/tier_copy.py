@@ -6,8 +6,7 @@ round:
 
 1. Every rank reports the steps on the disk of its host, and how often it was notified. The
    coordinator compares these steps with the root, and names the saves that the root has now, and
-   the saves to delete: another save has replaced them, the step was deleted, or files of an older
-   save than the root's newest one have been lost with a host.
+   the saves to delete: another save has replaced them, or the step was deleted.
 2. Each host notes which saves are published, and deletes steps that it need not keep.
 3. If each host keeps files of other hosts, the coordinator chooses the newest save that is complete
    on the hosts, is not published, and of which a host lacks such files. Ranks copy them to their
@@ -57,18 +56,17 @@ from torch_ckpt.steps.local_copy import (
     LocalCopy,
     SaveOnDisks,
     assign_files,
-    key_of,
     saves_on_disks,
 )
 from torch_ckpt.steps.tier import TieredSteps, key_of_marker
-from torch_ckpt.steps.tier_files import DirectoryFiles, Files
+from torch_ckpt.steps.tier_files import DirectoryFiles, Files, first_fault
 from torch_ckpt.steps.tier_peers import FileServer, PeerFiles
 from torch_ckpt.steps.tier_sharing import (
     Pieces,
+    Progress,
     Sharing,
     assign_to_hosts,
     copy_to_directory,
-    require_intact,
 )
 from torch_ckpt.stores import ObjectStore
 from torch_ckpt.stores.folder import ObjectFolder
@@ -303,7 +301,7 @@ class Copier:
                     self._failures += has_failed
                     self._changed.notify_all()
                     if not self._is_closed:
-                        LOGGER.warning("steps could not be copied to the root: %s", causes(error))
+                        LOGGER.warning("steps could not be copied: %s", causes(error))
                 continue
             with self._changed:
                 self._own -= {*plan.published, *plan.unwanted}
@@ -361,7 +359,6 @@ class Copier:
         fresh: list[SaveId] = []
         unwanted: list[SaveId] = []
         complete: list[SaveOnDisks] = []  # and not published
-        lost: list[SaveOnDisks] = []
         for save in saves_on_disks([message.copies for message in messages]):
             key = save.step, save.digest
             if self.steps.is_forgotten(save.step, save.key):
@@ -379,12 +376,13 @@ class Copier:
                 continue
             elif in_root is not None and save.key < in_root and math.isfinite(in_root[0]):
                 unwanted.append(key)
-            elif not save.is_complete:
-                lost.append(save)
-            elif key not in self._damaged and (in_root is None or math.isfinite(in_root[0])):
+            elif (
+                save.is_complete
+                and key not in self._damaged
+                and (in_root is None or math.isfinite(in_root[0]))
+            ):
                 # Not if a user has made the step in the root, or if its marker cannot be read.
                 complete.append(save)
-        unwanted += self._superseded(lost)
         hosts = [message.host for message in messages]
         shared, from_others = self._choose_shared(complete, hosts)
         return _Plan(
@@ -398,22 +396,6 @@ class Copier:
             hosts,
             [message.address for message in messages],
         )
-
-    def _superseded(self, lost: Sequence[SaveOnDisks]) -> list[SaveId]:
-        """Returns those saves than which the root has a newer one. A host that comes back may have
-        the files of the others."""
-        if not lost:
-            return []
-        keys = [key_of(info) for info in self.steps.entries(leftovers=False) if info.complete]
-        newest = max((key for key in keys if math.isfinite(key[0])), default=(-math.inf, 0.0, ""))
-        older = [save for save in lost if save.key < newest]
-        for save in older:
-            LOGGER.warning(
-                "step %d is deleted from the hosts' own disks: no host has all of its files, and "
-                "the root has a newer step",
-                save.step,
-            )
-        return [(save.step, save.digest) for save in older]
 
     def _choose_shared(
         self, saves: Sequence[SaveOnDisks], hosts: Sequence[tuple[object, ...]]
@@ -554,7 +536,7 @@ class _Copy:
         self._files: DirectoryFiles | None = None
         self._target: CheckpointTarget | None = None
         self._marker: dict[str, Any] = {}
-        self._bytes = 0
+        self._progress = Progress()
 
     @property
     def target(self) -> CheckpointTarget:
@@ -565,7 +547,7 @@ class _Copy:
         """Returns a number that changes while the copy makes progress."""
         target = self._target
         is_busy = target is not None and target.is_busy
-        return self._bytes + (time.monotonic_ns() if is_busy else 0)
+        return self._progress.moved() + (time.monotonic_ns() if is_busy else 0)
 
     def offer(self, rank: int, ranks: int) -> tuple[_Offer, Opened]:
         """Opens the step on this host, and the target."""
@@ -596,22 +578,36 @@ class _Copy:
         """Copies the files of this rank. Returns the metadata and the marker if the rank sends
         them."""
         if task.files:
-            assert self._found is not None
-            # The root must not get damaged files.
-            require_intact(self._found, task.files, self.target.busy)
+            self._require_intact(task.files)
         folder = self.target.open_for_copy(layout)
         for name in task.files:
             assert self._files is not None
             count = self._files.size(name)
-            pieces = self._counted(self._pieces(self._files, name, self.target.busy))
+            pieces = self._progress.counted(self._pieces(self._files, name, self._progress.busy))
             if isinstance(folder, ObjectFolder):
                 _copy_to_store(folder.store, name, pieces, count)
             else:
-                copy_to_directory(folder, name, pieces, count, self.target.busy)
+                copy_to_directory(folder, name, pieces, count, self._progress.busy)
         if not task.sends:
             return None
         assert self._found is not None
         return self._found.metadata, self._found.marker
+
+    def _require_intact(self, names: list[str]) -> None:
+        """Verifies files of this host, so that the root does not get damaged ones.
+
+        Raises:
+            Corrupt: a file is damaged.
+        """
+        found = self._found
+        assert found is not None
+        with self._progress.busy():
+            fault = first_fault(found.directory, found.metadata, names)
+        if fault:
+            raise Corrupt(
+                f"{fault}. Step {self.step} is not copied; repair the file, or delete the step on "
+                "this disk"
+            )
 
     def complete(self, sent: list[tuple[bytes, bytes] | None]) -> None:
         """Completes the step, on the coordinator."""
@@ -619,7 +615,7 @@ class _Copy:
         self._marker.update(parsed_marker(marker))
         files = decode_index(metadata, METADATA_NAME).files()
         steps = self._copier.steps
-        with self.target.busy(), steps.publishing:
+        with self._progress.busy(), steps.publishing:
             in_root, key = steps.root_key(self.step), key_of_marker(self._marker)
             is_newer = in_root is not None and in_root > key
             if is_newer or self.step in steps.straight or steps.is_forgotten(self.step, key):
@@ -635,12 +631,6 @@ class _Copy:
             self._files.close()
         if self._found is not None:
             self._found.close()
-
-    def _counted(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-        for piece in pieces:
-            self._bytes += len(piece)
-            yield piece
-            del piece
 
 
 def _copy_to_store(store: ObjectStore, name: str, pieces: Iterator[memoryview], count: int) -> None:

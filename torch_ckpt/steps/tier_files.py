@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from typing import Protocol, TypeVar
 
 from torch_ckpt import _core
@@ -18,6 +18,7 @@ from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, METADATA_NAME, decod
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
 from torch_ckpt.stores import Entry, ObjectStore, open_store
+from torch_ckpt.stores.folder import StreamFolder
 
 T = TypeVar("T")
 
@@ -51,14 +52,12 @@ class TierSource(Source):
         return data, os.path.join(folder.path, METADATA_NAME)
 
 
-class _TierFolder:
+class _TierFolder(StreamFolder):
     """The folder of a :class:`TierSource`. Stands for an open directory in the engine's calls."""
 
     def __init__(self, path: str, places: Sequence[Files]) -> None:
-        self.path = path
-        # The engine's store keeps this object alive, so the object must not refer to the folder.
         self._files = _FilesInPlaces(places)
-        self.files = _core.Store(path, self._files)
+        super().__init__(path, self._files)
 
     def read(self, name: str, limit: int) -> bytes:
         """Reads a file of at most ``limit`` bytes."""
@@ -66,17 +65,6 @@ class _TierFolder:
         if count > limit:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.path.join(self.path, name))
         return bytes(self._files.read(name, 0, count))
-
-    @contextmanager
-    def own_errors(self) -> Iterator[None]:
-        """Block with calls of the engine. If no place can read a file, raises the last error."""
-        try:
-            yield
-        except OSError:
-            error = self._files.error
-            if error is None:
-                raise
-            raise error from None
 
     def close(self) -> None:
         """Closes all places."""

@@ -61,6 +61,34 @@ def assign_to_hosts(
     return assigned
 
 
+class Progress:
+    """The progress of a copy, in one thread."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._is_busy = False
+
+    def moved(self) -> int:
+        """Returns a number that changes while the copy makes progress."""
+        return self._bytes + (time.monotonic_ns() if self._is_busy else 0)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Block that counts as progress."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def counted(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        """Yields the pieces, and counts their bytes."""
+        for piece in pieces:
+            self._bytes += len(piece)
+            yield piece
+            del piece
+
+
 class Sharing:
     """The copy of files of other hosts to the disk of this host.
 
@@ -85,8 +113,7 @@ class Sharing:
         self._names = names
         self._others = others
         self._pieces = pieces
-        self._bytes = 0
-        self._is_busy = False
+        self._progress = Progress()
 
     def run(self) -> bool:
         """Copies the files. If that fails, logs a warning, removes them and returns False."""
@@ -114,7 +141,7 @@ class Sharing:
 
     def moved(self) -> int:
         """Returns a number that changes while the copy makes progress."""
-        return self._bytes + (time.monotonic_ns() if self._is_busy else 0)
+        return self._progress.moved()
 
     def stop(self) -> None:
         """Ends reads from other hosts. May be called from any thread."""
@@ -125,26 +152,16 @@ class Sharing:
     def _copy_to(self, found: HostStep) -> None:
         if found.digest != self._digest:
             raise Corrupt(f"{found.path} is another save now")
+        progress = self._progress
         for name in self._names:
-            pieces = self._counted(self._pieces(self._others, name, self._busy))
+            pieces = progress.counted(self._pieces(self._others, name, progress.busy))
             size = self._others.size(name)
-            copy_to_directory(found.directory, name, pieces, size, self._busy)
+            copy_to_directory(found.directory, name, pieces, size, progress.busy)
         found.directory.sync()
-        require_intact(found, self._names, self._busy)
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        self._is_busy = True
-        try:
-            yield
-        finally:
-            self._is_busy = False
-
-    def _counted(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-        for piece in pieces:
-            self._bytes += len(piece)
-            yield piece
-            del piece
+        with progress.busy():
+            fault = first_fault(found.directory, found.metadata, self._names)
+        if fault:
+            raise Corrupt(f"{fault}. Another host has sent this file")
 
 
 def copy_to_directory(
@@ -174,22 +191,3 @@ def copy_to_directory(
         with suppress(OSError):
             directory.remove(temporary)
         raise
-
-
-def require_intact(found: HostStep, names: Sequence[str], busy: Busy) -> None:
-    """Verifies files of a step on the disk of this host.
-
-    Args:
-        names: the files.
-        busy: block in which the function waits for the disk.
-
-    Raises:
-        Corrupt: a file is damaged.
-    """
-    with busy():
-        fault = first_fault(found.directory, found.metadata, names)
-    if fault:
-        raise Corrupt(
-            f"{fault}. Step {found.step} is not copied; repair the file, or delete the step on "
-            "this disk"
-        )
