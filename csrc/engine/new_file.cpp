@@ -14,7 +14,7 @@ Result<os::File> create_file(const os::Directory& directory, const std::string& 
       direct_io == DirectIo::on || (direct_io == DirectIo::automatic && bytes >= kDirectMinBytes);
   const os::IoMode mode = direct ? os::IoMode::direct : os::IoMode::buffered;
   auto file = may_exist ? directory.open_or_create(name, mode) : directory.create(name, mode);
-  if (!file || direct_io != DirectIo::on || file->was_opened_direct()) return file;
+  if (!file || direct_io != DirectIo::on || file->is_direct()) return file;
   Error error = format_error(Errc::invalid_argument,
                              "direct_io=True, but this file system does not support direct I/O. "
                              "Pass direct_io=\"auto\".");
@@ -35,7 +35,7 @@ Result<NewFile> NewFile::create(const os::Directory& directory, const std::strin
 
 Result<> NewFile::write(std::span<const std::byte> data) {
   if (auto written = file_.write_at(data, offset_); !written) return written;
-  if (!file_.was_opened_direct()) file_.start_writeback(offset_, data.size());
+  if (!file_.is_direct()) file_.start_writeback(offset_, data.size());
   offset_ += data.size();
   return {};
 }

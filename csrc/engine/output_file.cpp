@@ -21,7 +21,7 @@ Result<> OutputFile::open(DirectIo direct_io) {
     if (!identity) return identity.error();
     identity_ = *identity;
   }
-  if (image_.is_scattered() && file->was_opened_direct()) {
+  if (image_.is_scattered() && file->is_direct()) {
     auto edges = directory->open_or_create(name_, os::IoMode::buffered);
     if (!edges) return edges.error();
     edges_ = std::move(*edges);
@@ -176,12 +176,13 @@ Result<> OutputFile::write_image(const staging::Chunk& chunk, std::size_t bytes,
   std::span<std::byte> data = chunk.bytes().first(bytes);
   // Direct I/O writes entire blocks, so the last block is zero-padded, and finish() removes the
   // padding.
-  if (file_->was_opened_direct()) {
+  if (file_->is_direct()) {
     data = chunk.bytes().first(align_up(bytes, os::kDirectAlignment));
     std::memset(data.data() + bytes, 0, data.size() - bytes);
+    is_padded_ = is_padded_ || data.size() > bytes;
   }
   if (auto written = file_->write_at(data, offset); !written) return written;
-  if (!file_->was_opened_direct()) file_->start_writeback(offset, bytes);
+  if (!file_->is_direct()) file_->start_writeback(offset, bytes);
   return {};
 }
 
@@ -217,7 +218,7 @@ Result<> OutputFile::finish(bool sync, Timing& timing) {
       return closed;
     }
   }
-  if (file.was_opened_direct() && !image_.is_scattered()) {
+  if (is_padded_) {
     if (auto cut = file.truncate(bytes_); !cut) return cut;
   }
   if (sync) {

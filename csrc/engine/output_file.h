@@ -95,6 +95,7 @@ class OutputFile {
   // I/O.
   std::optional<os::File> edges_;
   bool is_created_ = false;
+  bool is_padded_ = false;  // the last block, until finish()
   std::optional<os::FileIdentity> identity_;
 };
 

@@ -39,7 +39,7 @@ Result<DataFile> DataFile::open(const Folder& folder, const std::string& name, D
   if (direct_io != DirectIo::off) {
     auto opened = directory.open_for_read(name, os::IoMode::direct);
     if (!opened) return opened.error();
-    if (opened->was_opened_direct()) file.direct_ = std::move(*opened);
+    if (opened->is_direct()) file.direct_ = std::move(*opened);
   }
   if (direct_io == DirectIo::on && !file.direct_) {
     Error error = format_error(Errc::invalid_argument,

@@ -105,7 +105,7 @@ Result<File> File::open_or_create_at(int directory, const std::string& name,
                                      const std::string& path, IoMode mode) {
   auto file = open_for_write(directory, name, path, mode, false);
   if (!file) return file.error();
-  const bool is_direct = file->was_opened_direct();
+  const bool is_direct = file->is_direct();
   return adopt(std::move(*file).release(), path, is_direct);
 }
 
@@ -166,6 +166,7 @@ void File::unlock() { ::flock(fd_, LOCK_UN); }
 void File::leave_direct_mode() {
   const int flags = ::fcntl(fd_, F_GETFL);
   if (flags >= 0) ::fcntl(fd_, F_SETFL, flags & ~O_DIRECT);
+  direct_ = false;
 }
 
 Result<> File::write_at(std::span<const std::byte> data, std::uint64_t offset) {
@@ -173,15 +174,13 @@ Result<> File::write_at(std::span<const std::byte> data, std::uint64_t offset) {
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(data.data()) % kDirectAlignment == 0 &&
                           data.size() % kDirectAlignment == 0 && offset % kDirectAlignment == 0;
   if (direct_ && !is_aligned) leave_direct_mode();
-  bool retried_buffered = false;
   while (!data.empty()) {
     const std::size_t ask = std::min(data.size(), kMaxTransfer);
     const ssize_t wrote = ::pwrite(fd_, data.data(), ask, static_cast<off_t>(offset));
     if (wrote < 0) {
       if (errno == EINTR) continue;
-      if (errno == EINVAL && direct_ && !retried_buffered) {
+      if (errno == EINVAL && direct_) {
         leave_direct_mode();
-        retried_buffered = true;
         continue;
       }
       return system_error(errno, "pwrite", path_, offset);

@@ -55,8 +55,8 @@ class File {
   ~File();
 
   const std::string& path() const { return path_; }
-  /// True even after a write that the kernel refused in direct mode: later writes are buffered.
-  bool was_opened_direct() const { return direct_; }
+  /// True if the next read or write is direct; see write_at().
+  bool is_direct() const { return direct_; }
 
   Result<std::uint64_t> size() const;
   Result<FileIdentity> identity() const;

@@ -204,12 +204,20 @@ TEST_F(FileTest, IsCachedAfterABufferedWrite) {
   EXPECT_EQ(file->cached_fraction(50'000, 0), 1.0);
 }
 
+TEST_F(FileTest, IsNotDirectAfterAnUnalignedWrite) {
+  auto file = File::create(directory_.file("a"), IoMode::direct);
+  ASSERT_TRUE(ok(file));
+  if (!file->is_direct()) GTEST_SKIP() << "no direct I/O in " << directory_.path();
+  ASSERT_TRUE(ok(file->write_at(bytes_of("1234"), 0)));
+  EXPECT_FALSE(file->is_direct());
+}
+
 TEST_F(FileTest, IsNotCachedAfterADirectWrite) {
   auto pages = Pages::allocate(65536);
   ASSERT_TRUE(ok(pages));
   auto file = File::create(directory_.file("a"), IoMode::direct);
   ASSERT_TRUE(ok(file));
-  if (!file->was_opened_direct()) GTEST_SKIP() << "no direct I/O in " << directory_.path();
+  if (!file->is_direct()) GTEST_SKIP() << "no direct I/O in " << directory_.path();
   ASSERT_TRUE(ok(file->write_at(pages->bytes(), 0)));
   const auto read = test::open_for_read(directory_.file("a"));
   ASSERT_TRUE(ok(read));

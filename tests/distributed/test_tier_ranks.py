@@ -248,6 +248,72 @@ def case_all_steps_are_copied_to_other_hosts_although_copies_to_the_root_fail(
     assert [files_on_disk(launch, step) for step in (1, 2)] == [{0, 1}, {0, 1}]
 
 
+@contextmanager
+def noted_copies() -> Iterator[list[tuple[str, int]]]:
+    """Block in which the copies to other hosts and to the root are noted, in their order."""
+    noted: list[tuple[str, int]] = []
+    share, copy = tier_copy.Copier._share, tier_copy._Copy.copy
+
+    def note_share(self: Any, plan: Any, save: Any, exchange: Any) -> None:
+        noted.append(("other host", save[0]))
+        share(self, plan, save, exchange)
+
+    def note_copy(self: Any, *arguments: Any) -> Any:
+        noted.append(("root", self.step))
+        return copy(self, *arguments)
+
+    with (
+        mock.patch.object(tier_copy.Copier, "_share", note_share),
+        mock.patch.object(tier_copy._Copy, "copy", note_copy),
+    ):
+        yield noted
+
+
+def save_without_copies(launch: Launch, *steps: int) -> None:
+    """Saves steps that are neither on several disks nor beneath the root."""
+    with without_copies(), manager(launch) as made:
+        save(launch, made, *steps)
+    dist.barrier()
+
+
+@on(2)
+def case_a_step_reaches_the_root_between_copies_to_other_hosts(launch: Launch) -> None:
+    save_without_copies(launch, 1, 2, 3)
+    with (
+        mock.patch.object(tier_copy, "_MOST_SHARED", 1),
+        noted_copies() as noted,
+        manager(launch, peers=1) as made,
+    ):
+        assert_restores(launch, made, 3)
+        made.wait_until_finished(published=True)
+    assert noted == [("other host", 3), ("root", 1), ("other host", 2), ("root", 2), ("root", 3)]
+
+
+@on(2)
+def case_a_failed_copy_to_another_host_is_tried_again_after_a_copy_to_the_root(
+    launch: Launch,
+) -> None:
+    save_without_copies(launch, 1, 2)
+    read = tier_peers.PeerFiles.read
+
+    def fail_until_a_copy(self: Any, *arguments: Any) -> Any:
+        if ("root", 1) not in noted:
+            raise OSError(5, "the host does not answer")
+        return read(self, *arguments)
+
+    with noted_copies() as noted, manager(launch, peers=1) as made:
+        assert_restores(launch, made, 2)
+        with mock.patch.object(tier_peers.PeerFiles, "read", fail_until_a_copy):
+            made.wait_until_finished(published=True)
+    assert noted == [
+        *(("other host", step) for step in (2, 1)),
+        ("root", 1),
+        ("other host", 2),
+        ("root", 2),
+    ]
+    assert files_on_disk(launch, 2) == {0, 1}
+
+
 @on(2)
 def case_a_step_that_lost_files_with_a_host_stays_on_the_other_disk(launch: Launch) -> None:
     with without_copies(), manager(launch) as made:

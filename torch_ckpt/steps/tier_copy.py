@@ -11,7 +11,10 @@ round:
 3. If each host keeps files of other hosts, the coordinator chooses the newest save that is complete
    on the hosts, is not published, and of which a host lacks such files. Ranks copy them to their
    disks (tier_sharing.py), and the round ends. So the files are on several disks before a copy to
-   the root, which takes longer, begins. If a rank fails, it logs a warning.
+   the root, which takes longer, begins. If a rank fails, it logs a warning, and the save is tried
+   again after the next copy to the root. After _MOST_SHARED such rounds, a copy to the root follows,
+   so that steps reach the root even if copies to other hosts take as long as training needs for the
+   next save.
 4. Otherwise, the coordinator chooses the oldest save that is complete on the hosts, is not
    published, and is newer than the root's step of this number. Every rank opens the target beneath
    the root. The coordinator assigns each file to one of the ranks whose hosts have it.
@@ -72,6 +75,9 @@ from torch_ckpt.stores import ObjectStore
 from torch_ckpt.stores.folder import ObjectFolder
 
 _PIECE_BYTES = 16 << 20
+
+# Number of saves that are copied to other hosts between two copies to the root.
+_MOST_SHARED = 4
 
 # Seconds between two rounds after a failure.
 _PAUSE_SECONDS = 60.0
@@ -188,10 +194,11 @@ class Copier:
         # The saves of this process that are not known to be published.
         self._own: set[SaveId] = set()
         # On the coordinator: the saves that were reported, those that cannot be copied to the root,
-        # and those that cannot be copied to other hosts.
+        # and those that ranks have copied to other hosts, or tried to copy, since the last copy to
+        # the root.
         self._reported: set[SaveId] = set()
         self._damaged: set[SaveId] = set()
-        self._unshared: set[SaveId] = set()
+        self._shared: set[SaveId] = set()
 
     def notify(self, save: SaveId | None = None) -> None:
         """Makes a round.
@@ -400,10 +407,11 @@ class Copier:
     def _choose_shared(
         self, saves: Sequence[SaveOnDisks], hosts: Sequence[tuple[object, ...]]
     ) -> tuple[SaveId | None, list[dict[str, Holder]]]:
-        """Chooses the newest save of which a host lacks files of other hosts."""
-        for save in reversed(saves):
+        """Chooses the newest save of which a host lacks files of other hosts, unless it is the turn
+        of a copy to the root."""
+        for save in reversed(saves if len(self._shared) < _MOST_SHARED else []):
             key = save.step, save.digest
-            if key not in self._unshared:
+            if key not in self._shared:
                 from_others = assign_to_hosts(save.files, hosts, self.steps.tier.peers)
                 if any(from_others):
                     return key, from_others
@@ -434,16 +442,16 @@ class Copier:
         sharing = Sharing(self.steps.disk, save, [*wanted], peers, pieces)
         with self._changed:
             self._copy = sharing
+        self._shared.add(save)
         try:
-            have_copied, _ = exchange.exchange("share", lambda: (sharing.run(), None), all)
-            if not have_copied:
-                self._unshared.add(save)
+            exchange.run("share", sharing.run)
         finally:
             with self._changed:
                 self._copy = None
             peers.close()
 
     def _make_copy(self, plan: _Plan, save: SaveId, exchange: Exchange) -> None:
+        self._shared.clear()
         copy = _Copy(self, *save, self._pieces_on(plan, exchange.rank))
         with self._changed:
             self._copy = copy

@@ -115,29 +115,21 @@ class Sharing:
         self._pieces = pieces
         self._progress = Progress()
 
-    def run(self) -> bool:
-        """Copies the files. If that fails, logs a warning, removes them and returns False."""
+    def run(self) -> None:
+        """Copies the files. If that fails, logs a warning, and keeps the files that are complete."""
         if not self._names:
-            return True
+            return
         try:
             with closing(HostStep(self._disk, self._step)) as found:
                 # So that no other process deletes the step.
                 share_or_warn(found.directory)
-                try:
-                    self._copy_to(found)
-                except BaseException:
-                    for name in self._names:
-                        with suppress(OSError):
-                            found.directory.remove(name)
-                    raise
+                self._copy_to(found)
         except (OSError, Corrupt) as error:
             LOGGER.warning(
                 "step %d: the disk of this host does not have the files of other hosts: %s",
                 self._step,
                 error,
             )
-            return False
-        return True
 
     def moved(self) -> int:
         """Returns a number that changes while the copy makes progress."""
@@ -157,11 +149,12 @@ class Sharing:
             pieces = progress.counted(self._pieces(self._others, name, progress.busy))
             size = self._others.size(name)
             copy_to_directory(found.directory, name, pieces, size, progress.busy)
+            with progress.busy():
+                fault = first_fault(found.directory, found.metadata, [name])
+            if fault:
+                found.directory.remove(name)
+                raise Corrupt(f"{fault}. Another host has sent this file")
         found.directory.sync()
-        with progress.busy():
-            fault = first_fault(found.directory, found.metadata, self._names)
-        if fault:
-            raise Corrupt(f"{fault}. Another host has sent this file")
 
 
 def copy_to_directory(
