@@ -169,7 +169,7 @@ SEED := $(or $(SEED),$(shell date +%s))
 torture: build ## a failure and a kill at every call of a save, power cuts, attacks, fuzzing, all of clang-tidy
 	@echo "SEED=$(SEED)"
 	TORCH_CKPT_TORTURE=1 TORCH_CKPT_SEED=$(SEED) \
-	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/distributed tests/attacks tests/python/project/test_benchmark_runs.py) $(ARGS) \
+	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/cluster tests/distributed tests/attacks tests/python/project/test_benchmark_runs.py) $(ARGS) \
 	  || { echo "make torture SEED=$(SEED) replays it"; exit 1; }
 	TORCH_CKPT_PROGRAMS=60000 TORCH_CKPT_SEED=$(SEED) $(MAKE) cpp-test ARGS="--gtest_filter='MetadataPrograms.*'"
 	$(MAKE) fuzz py-tsan

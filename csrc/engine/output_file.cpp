@@ -179,7 +179,7 @@ Result<> OutputFile::write_image(const staging::Chunk& chunk, std::size_t bytes,
   if (file_->is_direct()) {
     data = chunk.bytes().first(align_up(bytes, os::kDirectAlignment));
     std::memset(data.data() + bytes, 0, data.size() - bytes);
-    is_padded_ = is_padded_ || data.size() > bytes;
+    if (data.size() > bytes) is_padded_ = true;
   }
   if (auto written = file_->write_at(data, offset); !written) return written;
   if (!file_->is_direct()) file_->start_writeback(offset, bytes);

@@ -95,7 +95,7 @@ class OutputFile {
   // I/O.
   std::optional<os::File> edges_;
   bool is_created_ = false;
-  bool is_padded_ = false;  // the last block, until finish()
+  bool is_padded_ = false;  // zeros follow the last byte; finish() removes them
   std::optional<os::FileIdentity> identity_;
 };
 

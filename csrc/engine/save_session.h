@@ -191,7 +191,7 @@ struct FileSave {
 //      hold the entire save; other saves have just enough to keep the disk busy.
 //   5. Once the last chunk of every file has been filled, the save is "staged": it no longer needs
 //      its sources.
-//   6. After the last write of a file, the writer truncates it to its length, fsyncs and closes it.
+//   6. After the last write of a file, the writer removes the padding, fsyncs and closes the file.
 //      The file sends exactly one message through the results channel: the locations and checksums
 //      of its items, or its error. A file that stopped because another file failed sends the first
 //      error of the save.

@@ -66,14 +66,16 @@ Result<FileIdentity> identity_at(int directory, const char* name, int flags,
 }
 
 File::File(File&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)), direct_(other.direct_) {}
+    : fd_(std::exchange(other.fd_, -1)),
+      path_(std::move(other.path_)),
+      direct_(other.direct_.load()) {}
 
 File& File::operator=(File&& other) noexcept {
   if (this != &other) {
     if (fd_ >= 0) ::close(fd_);
     fd_ = std::exchange(other.fd_, -1);
     path_ = std::move(other.path_);
-    direct_ = other.direct_;
+    direct_ = other.direct_.load();
   }
   return *this;
 }
@@ -176,10 +178,11 @@ Result<> File::write_at(std::span<const std::byte> data, std::uint64_t offset) {
   if (direct_ && !is_aligned) leave_direct_mode();
   while (!data.empty()) {
     const std::size_t ask = std::min(data.size(), kMaxTransfer);
+    const bool was_direct = direct_;  // another thread may leave direct mode meanwhile
     const ssize_t wrote = ::pwrite(fd_, data.data(), ask, static_cast<off_t>(offset));
     if (wrote < 0) {
       if (errno == EINTR) continue;
-      if (errno == EINVAL && direct_) {
+      if (errno == EINVAL && was_direct) {
         leave_direct_mode();
         continue;
       }

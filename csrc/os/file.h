@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -55,7 +56,7 @@ class File {
   ~File();
 
   const std::string& path() const { return path_; }
-  /// True if the next read or write is direct; see write_at().
+  /// True if the file was opened in direct mode, and no write has left it; see write_at().
   bool is_direct() const { return direct_; }
 
   Result<std::uint64_t> size() const;
@@ -111,7 +112,8 @@ class File {
 
   int fd_ = -1;
   std::string path_;
-  bool direct_ = false;
+  // Concurrent writes may leave direct mode.
+  std::atomic<bool> direct_ = false;
 };
 
 /// Returns the identity of `name` in the directory with the descriptor `directory`. `flags` are

@@ -20,9 +20,11 @@ import pytest
 from tests.cluster.hosts import Cluster
 from tests.sweeps import SEED, TORTURE
 
-pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(7200 if TORTURE else 900)]
+pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(900)]
 
-SCHEDULES = 1000 if TORTURE else 100
+# The schedules of a test. An interrupted run continues with the tests that are left.
+SCHEDULES = 100
+TESTS = 10 if TORTURE else 1
 COMMANDS = 12
 
 # More system calls than most saves make.
@@ -207,12 +209,13 @@ class Driver:
         self.model.ends(host)
 
 
+@pytest.mark.parametrize("first", range(0, TESTS * SCHEDULES, SCHEDULES))
 @pytest.mark.parametrize("hosts", ["juicefs", "one disk"], indirect=True)
-def test_no_schedule_of_two_hosts_loses_or_mixes_a_save(hosts: Cluster) -> None:
+def test_no_schedule_of_two_hosts_loses_or_mixes_a_save(hosts: Cluster, first: int) -> None:
     command = [sys.executable, "-m", "tests.cluster.jobs"]
     started = [host.start(command, {}) for host in hosts.hosts]
     seen: Counter[str] = Counter()
-    for number in range(SCHEDULES):
+    for number in range(first, first + SCHEDULES):
         seed = 1000 * SEED + number
         driver = Driver(started, hosts.path / f"run{number}", seed)
         try:

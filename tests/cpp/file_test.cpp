@@ -6,8 +6,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <barrier>
 #include <cerrno>
 #include <csignal>
+#include <cstring>
 #include <filesystem>
 #include <thread>
 
@@ -210,6 +212,26 @@ TEST_F(FileTest, IsNotDirectAfterAnUnalignedWrite) {
   if (!file->is_direct()) GTEST_SKIP() << "no direct I/O in " << directory_.path();
   ASSERT_TRUE(ok(file->write_at(bytes_of("1234"), 0)));
   EXPECT_FALSE(file->is_direct());
+}
+
+TEST_F(FileTest, HasTheBytesOfConcurrentDirectWritesThatAreRefused) {
+  auto pages = os::Pages::allocate(2 * kDirectAlignment);
+  ASSERT_TRUE(ok(pages));
+  std::memset(pages->bytes().data(), 'x', 2 * kDirectAlignment);
+  auto file = File::create(directory_.file("a"), IoMode::direct);
+  ASSERT_TRUE(ok(file));
+  if (!file->is_direct()) GTEST_SKIP() << "no direct I/O in " << directory_.path();
+  std::barrier<> both(2);
+  test::refusing_direct_writes = &both;
+  const auto write = [&](std::uint64_t offset) {
+    EXPECT_TRUE(ok(file->write_at(pages->bytes().subspan(offset, kDirectAlignment), offset)));
+  };
+  {
+    const std::jthread other(write, kDirectAlignment);
+    write(0);
+  }
+  test::refusing_direct_writes = nullptr;
+  EXPECT_EQ(read_file(directory_.file("a")), std::string(2 * kDirectAlignment, 'x'));
 }
 
 TEST_F(FileTest, IsNotCachedAfterADirectWrite) {

@@ -53,8 +53,20 @@ extern "C" int openat(int directory, const char* path, int flags, ...) {
   return static_cast<int>(::syscall(SYS_openat, directory, path, access, mode));
 }
 
+// Replaces libc's function, because the file systems of tests refuse no aligned direct write.
+extern "C" ssize_t pwrite(int fd, const void* data, std::size_t bytes, off_t offset) {
+  std::barrier<>* const refusing = torch_ckpt::test::refusing_direct_writes;
+  if (refusing != nullptr && (::fcntl(fd, F_GETFL) & O_DIRECT) != 0) {
+    refusing->arrive_and_wait();
+    errno = EINVAL;
+    return -1;
+  }
+  return ::syscall(SYS_pwrite64, fd, data, bytes, offset);
+}
+
 namespace torch_ckpt::test {
 
+std::atomic<std::barrier<>*> refusing_direct_writes = nullptr;
 thread_local bool has_racing_host = false;
 thread_local std::vector<int> flock_errors;
 thread_local int flock_calls = 0;

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <barrier>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -67,6 +69,9 @@ extern thread_local bool is_network_file_system;
 
 /// If true, open() with O_CREAT fails in this thread if the file exists, also without O_EXCL.
 extern thread_local bool has_racing_host;
+
+/// If set, every direct write is refused with EINVAL, once this number of threads have begun one.
+extern std::atomic<std::barrier<>*> refusing_direct_writes;
 
 /// An InterruptCheck for calls that nothing interrupts.
 inline Result<> never_interrupted() { return {}; }

@@ -20,7 +20,7 @@ from tests.support import assert_equal
 from torch_ckpt import CheckpointError, CheckpointManager, ReadOptions
 from torch_ckpt.checkpoint import directory
 from torch_ckpt.manager import LocalTier
-from torch_ckpt.steps import tier, tier_copy, tier_files, tier_peers
+from torch_ckpt.steps import tier, tier_copy, tier_files, tier_peers, tier_sharing
 from torch_ckpt.steps.tier_target import TierTarget
 
 ROWS = 60
@@ -294,23 +294,21 @@ def case_a_failed_copy_to_another_host_is_tried_again_after_a_copy_to_the_root(
     launch: Launch,
 ) -> None:
     save_without_copies(launch, 1, 2)
-    read = tier_peers.PeerFiles.read
+    copy_to = tier_sharing.Sharing._copy_to
 
-    def fail_until_a_copy(self: Any, *arguments: Any) -> Any:
+    def fail_until_a_copy(self: Any, found: Any) -> None:
         if ("root", 1) not in noted:
             raise OSError(5, "the host does not answer")
-        return read(self, *arguments)
+        copy_to(self, found)
 
-    with noted_copies() as noted, manager(launch, peers=1) as made:
+    with (
+        noted_copies() as noted,
+        mock.patch.object(tier_sharing.Sharing, "_copy_to", fail_until_a_copy),
+        manager(launch, peers=1) as made,
+    ):
         assert_restores(launch, made, 2)
-        with mock.patch.object(tier_peers.PeerFiles, "read", fail_until_a_copy):
-            made.wait_until_finished(published=True)
-    assert noted == [
-        *(("other host", step) for step in (2, 1)),
-        ("root", 1),
-        ("other host", 2),
-        ("root", 2),
-    ]
+        made.wait_until_finished(published=True)
+    assert noted == [("other host", 2), ("root", 1), ("other host", 2), ("root", 2)]
     assert files_on_disk(launch, 2) == {0, 1}
 
 

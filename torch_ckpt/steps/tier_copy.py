@@ -10,11 +10,10 @@ round:
 2. Each host notes which saves are published, and deletes steps that it need not keep.
 3. If each host keeps files of other hosts, the coordinator chooses the newest save that is complete
    on the hosts, is not published, and of which a host lacks such files. Ranks copy them to their
-   disks (tier_sharing.py), and the round ends. So the files are on several disks before a copy to
-   the root, which takes longer, begins. If a rank fails, it logs a warning, and the save is tried
-   again after the next copy to the root. After _MOST_SHARED such rounds, a copy to the root follows,
-   so that steps reach the root even if copies to other hosts take as long as training needs for the
-   next save.
+   disks (tier_sharing.py), and the round ends. So files are usually on several disks before a copy
+   to the root, which takes longer, begins. If a rank fails, it logs a warning. After such a
+   failure, or after _MOST_SHARED such rounds, a copy to the root is next, so that steps reach the
+   root even if hosts cannot copy files, or copy no faster than training saves.
 4. Otherwise, the coordinator chooses the oldest save that is complete on the hosts, is not
    published, and is newer than the root's step of this number. Every rank opens the target beneath
    the root. The coordinator assigns each file to one of the ranks whose hosts have it.
@@ -76,7 +75,7 @@ from torch_ckpt.stores.folder import ObjectFolder
 
 _PIECE_BYTES = 16 << 20
 
-# Number of saves that are copied to other hosts between two copies to the root.
+# Largest number of saves that are copied to other hosts between two copies to the root.
 _MOST_SHARED = 4
 
 # Seconds between two rounds after a failure.
@@ -193,12 +192,12 @@ class Copier:
         self._notified = self._seen = self._failures = 0
         # The saves of this process that are not known to be published.
         self._own: set[SaveId] = set()
-        # On the coordinator: the saves that were reported, those that cannot be copied to the root,
-        # and those that ranks have copied to other hosts, or tried to copy, since the last copy to
-        # the root.
+        # On the coordinator: the saves that were reported, and those that cannot be copied to the
+        # root.
         self._reported: set[SaveId] = set()
         self._damaged: set[SaveId] = set()
-        self._shared: set[SaveId] = set()
+        # On the coordinator: number of copies to other hosts before the next copy to the root.
+        self._left_to_share = _MOST_SHARED
 
     def notify(self, save: SaveId | None = None) -> None:
         """Makes a round.
@@ -409,12 +408,10 @@ class Copier:
     ) -> tuple[SaveId | None, list[dict[str, Holder]]]:
         """Chooses the newest save of which a host lacks files of other hosts, unless it is the turn
         of a copy to the root."""
-        for save in reversed(saves if len(self._shared) < _MOST_SHARED else []):
-            key = save.step, save.digest
-            if key not in self._shared:
-                from_others = assign_to_hosts(save.files, hosts, self.steps.tier.peers)
-                if any(from_others):
-                    return key, from_others
+        for save in reversed(saves if self._left_to_share > 0 else []):
+            from_others = assign_to_hosts(save.files, hosts, self.steps.tier.peers)
+            if any(from_others):
+                return (save.step, save.digest), from_others
         return None, [{} for _ in hosts]
 
     def _note(self, plan: _Plan, is_coordinator: bool) -> None:
@@ -442,16 +439,16 @@ class Copier:
         sharing = Sharing(self.steps.disk, save, [*wanted], peers, pieces)
         with self._changed:
             self._copy = sharing
-        self._shared.add(save)
         try:
-            exchange.run("share", sharing.run)
+            has_copied, _ = exchange.exchange("share", lambda: (sharing.run(), None), all)
+            self._left_to_share = self._left_to_share - 1 if has_copied else 0
         finally:
             with self._changed:
                 self._copy = None
             peers.close()
 
     def _make_copy(self, plan: _Plan, save: SaveId, exchange: Exchange) -> None:
-        self._shared.clear()
+        self._left_to_share = _MOST_SHARED
         copy = _Copy(self, *save, self._pieces_on(plan, exchange.rank))
         with self._changed:
             self._copy = copy

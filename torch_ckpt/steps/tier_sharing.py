@@ -115,21 +115,27 @@ class Sharing:
         self._pieces = pieces
         self._progress = Progress()
 
-    def run(self) -> None:
-        """Copies the files. If that fails, logs a warning, and keeps the files that are complete."""
+    def run(self) -> bool:
+        """Copies the files. If that fails, logs a warning, keeps the complete files, and returns
+        False."""
         if not self._names:
-            return
+            return True
         try:
             with closing(HostStep(self._disk, self._step)) as found:
                 # So that no other process deletes the step.
                 share_or_warn(found.directory)
-                self._copy_to(found)
+                try:
+                    self._copy_to(found)
+                finally:
+                    found.directory.sync()
         except (OSError, Corrupt) as error:
             LOGGER.warning(
                 "step %d: the disk of this host does not have the files of other hosts: %s",
                 self._step,
                 error,
             )
+            return False
+        return True
 
     def moved(self) -> int:
         """Returns a number that changes while the copy makes progress."""
@@ -152,9 +158,9 @@ class Sharing:
             with progress.busy():
                 fault = first_fault(found.directory, found.metadata, [name])
             if fault:
-                found.directory.remove(name)
+                with suppress(OSError):
+                    found.directory.remove(name)
                 raise Corrupt(f"{fault}. Another host has sent this file")
-        found.directory.sync()
 
 
 def copy_to_directory(

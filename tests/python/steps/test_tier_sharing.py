@@ -99,4 +99,4 @@ def test_a_copy_of_a_damaged_file_is_removed(
         file.write(b"\xff")
     share(steps, other)
     assert present(steps) == [first]
-    assert f"{second}" in caplog.text
+    assert second in caplog.text
