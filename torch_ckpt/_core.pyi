@@ -90,6 +90,8 @@ class Directory:
         """
     def remove(self, name: str) -> None:
         """Removes a file. A missing file is not an error."""
+    def remove_lock_file(self) -> None:
+        """Closes and removes the file of the lock, so that the directory can be removed."""
     def sync(self) -> None:
         """Fsyncs the directory."""
     def bytes(self) -> int:

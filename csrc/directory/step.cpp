@@ -150,6 +150,8 @@ Result<bool> StepRoot::remove(const std::string& name, const LeaseBytes& lease) 
     }
     if (auto synced = root->sync(); !synced) return synced.error();
   }
+  // Some clients of network file systems keep a removed file under another name while it is open.
+  opened->close();
   auto removed = root->remove_tree(deleted);
   // The user has moved the step and left a link. Remove only the link.
   if (!removed && (removed.error().sys_errno == ELOOP || removed.error().sys_errno == ENOTDIR)) {
@@ -310,7 +312,9 @@ Result<> StepSave::remove_files() {
   std::partition(names->begin(), names->end(),
                  [](const std::string& name) { return name == kMarkerName; });
   for (const std::string& name : *names) {
-    if (auto removed = directory_.remove(name); !removed) return removed;
+    const bool is_lock = name == os::kLockName;
+    auto removed = is_lock ? directory_.remove_lock_file() : directory_.remove(name);
+    if (!removed) return removed;
   }
   auto is_in_place = is_named(directory_, root_, unfinished_);
   if (!is_in_place || !*is_in_place) return is_in_place ? Result<>() : is_in_place.error();

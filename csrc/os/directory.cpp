@@ -426,6 +426,11 @@ Result<bool> Directory::try_share() { return lock(LOCK_SH); }
 
 Result<bool> Directory::try_lock_exclusive() { return lock(LOCK_EX); }
 
+Result<> Directory::remove_lock_file() {
+  close_lock_file();
+  return remove(std::string(kLockName));
+}
+
 Result<bool> Directory::lock(int kind) {
   TC_FAULT("flock", path_);
   if (fd_ < 0) return system_error(EBADF, "flock", path_);

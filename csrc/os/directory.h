@@ -142,6 +142,10 @@ class Directory {
   /// Returns false if another descriptor holds a lock, or if the file system has no locks or has
   /// run out of them.
   Result<bool> try_lock_exclusive();
+  /// Closes the file kLockName and removes it, so that the directory can be removed: some clients
+  /// of network file systems keep a removed file under another name while it is open. The lock then
+  /// excludes only processes of this host.
+  Result<> remove_lock_file();
   /// Returns false if an attempt to lock has found that the file system has no locks.
   bool has_locks() const { return has_locks_; }
 

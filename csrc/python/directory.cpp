@@ -204,6 +204,7 @@ void bind_directory(py::module_& module) {
           "remove",
           [](const Directory& self, const Path& name) { return self.remove(name.native()); },
           py::arg("name"), NoGil())
+      .def("remove_lock_file", &Directory::remove_lock_file, NoGil())
       .def("sync", &Directory::sync, NoGil())
       .def("bytes", &Directory::bytes, NoGil())
       .def("close", &Directory::close);

@@ -128,7 +128,7 @@ class StepTarget(DirectoryTarget):
             # Locking fails if another rank is already saving the step again. On a network file
             # system, it creates a file.
             if opened.try_lock_exclusive() and opened.names() in ([], [_core.LOCK_NAME]):
-                opened.remove(_core.LOCK_NAME)
+                opened.remove_lock_file()
                 os.rmdir(self.directory_path)
 
     def _refuse_existing(self) -> None:
