@@ -13,6 +13,8 @@ std::string_view name(Errc code) {
       return "system";
     case Errc::invalid_argument:
       return "invalid_argument";
+    case Errc::unsavable:
+      return "unsavable";
     case Errc::cancelled:
       return "cancelled";
     case Errc::outside_directory:

@@ -19,6 +19,8 @@ enum class Errc {
   system,
   // Options contradict each other or are out of range.
   invalid_argument,
+  // The states of ranks contradict each other, or a format cannot hold a value.
+  unsavable,
   // Another part of the same save failed first, so this part stopped.
   cancelled,
   // A file name or a link leads out of the checkpoint's directory.

@@ -208,8 +208,8 @@ class SaveCoordinator:
     def assign(self, messages: list[tuple[bytes | None, bytes]]) -> list[bytes]:
         """The replies, by rank; empty if all ranks must send their parts.
 
-        Raises ValueError if the values of a name differ in kind, dtype or size between ranks, or if
-        the shards of a tensor do not cover it, on each of its meshes.
+        Raises CheckpointError if the values of a name differ in kind, dtype or size between ranks,
+        or if the shards of a tensor do not cover it, on each of its meshes.
         """
 
     @property
@@ -540,7 +540,7 @@ class SafetensorsLayout:
 
     Floating-point tensors are stored with the dtype ``cast``; None keeps each tensor's dtype. A
     file has at most ``max_shard_bytes`` bytes of tensors, or one larger tensor. ``metadata`` is
-    stored in each file. Raises ValueError if the files cannot hold a value.
+    stored in each file. Raises CheckpointError if the files cannot hold a value.
     """
 
     def __init__(
@@ -869,7 +869,7 @@ def read_safetensors(directory: Directory | InStore, name: str) -> SafetensorsFi
     """
 
 def require_safe(name: str, dtype: str, sizes: Sequence[int]) -> None:
-    """Raises ValueError with the reason if safetensors files cannot hold a tensor."""
+    """Raises CheckpointError with the reason if safetensors files cannot hold a tensor."""
 
 def encode_safetensors_header(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str], alignment: int
@@ -877,8 +877,8 @@ def encode_safetensors_header(
     """Returns the bytes of a safetensors file before the data.
 
     The data must follow in the order of the tensors, which are given by name, dtype and sizes. It
-    then begins at a multiple of ``alignment``. Raises ValueError if :func:`require_safe` does, or
-    if the header is larger than readers accept.
+    then begins at a multiple of ``alignment``. Raises CheckpointError if :func:`require_safe` does,
+    or if the header is larger than readers accept.
     """
 
 def allow_dtypes(names: list[str]) -> None:

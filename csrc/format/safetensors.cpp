@@ -308,7 +308,7 @@ std::string_view safe_dtype_name(const Dtype& dtype) {
 Result<> require_safe(std::string_view name, const Dtype* dtype,
                       std::span<const std::uint64_t> sizes) {
   const auto refuse = [&](std::string_view reason) {
-    Error error = format_error(Errc::invalid_argument, std::string(reason));
+    Error error = format_error(Errc::unsavable, std::string(reason));
     error.subject = is_utf8(name) ? name : "a name that is not UTF-8";
     return error;
   };
@@ -368,12 +368,12 @@ Result<std::string> encode_safetensors_header(std::span<SafeTensor> tensors,
   const std::uint64_t data = align_up(kSafeLengthBytes + json.size(), alignment);
   json.resize(data - kSafeLengthBytes, ' ');
   if (json.size() > kMaxSafeHeaderBytes) {
-    return format_error(Errc::invalid_argument, "the header of the safetensors file would have " +
-                                                    std::to_string(json.size()) + " bytes for " +
-                                                    std::to_string(tensors.size()) +
-                                                    " tensors, but readers accept at most " +
-                                                    std::to_string(kMaxSafeHeaderBytes) +
-                                                    "; pass a smaller max_shard_size");
+    return format_error(Errc::unsavable, "the header of the safetensors file would have " +
+                                             std::to_string(json.size()) + " bytes for " +
+                                             std::to_string(tensors.size()) +
+                                             " tensors, but readers accept at most " +
+                                             std::to_string(kMaxSafeHeaderBytes) +
+                                             "; pass a smaller max_shard_size");
   }
   for (SafeTensor& tensor : tensors) tensor.begin += data;
   std::string header;

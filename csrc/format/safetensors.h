@@ -50,7 +50,7 @@ inline constexpr std::size_t kSafeLengthBytes = 8;
 /// Returns the format's name of a dtype, such as "BF16"; empty if the format lacks the dtype.
 std::string_view safe_dtype_name(const Dtype& dtype);
 
-/// Checks that the format can hold a tensor; otherwise fails with Errc::invalid_argument and the
+/// Checks that the format can hold a tensor; otherwise fails with Errc::unsavable and the
 /// reason.
 Result<> require_safe(std::string_view name, const Dtype* dtype,
                       std::span<const std::uint64_t> sizes);
@@ -61,7 +61,7 @@ void append_json_string(std::string& out, std::string_view text);
 /// Encodes the bytes before the data, and sets the offsets of the tensors, whose data follows in
 /// this order. Pads the header so that the data begins at a multiple of `alignment`, a power of
 /// two of at least 8. The tensors must satisfy require_safe() and have different names. Fails with
-/// Errc::invalid_argument if the header would be larger than readers accept.
+/// Errc::unsavable if the header would be larger than readers accept.
 Result<std::string> encode_safetensors_header(std::span<SafeTensor> tensors,
                                               const SafeMetadata& metadata, std::size_t alignment);
 

@@ -38,9 +38,7 @@ std::uint64_t product(std::span<const std::int64_t> sizes) {
   return all;
 }
 
-Error refused(std::string detail) {
-  return format_error(Errc::invalid_argument, std::move(detail));
-}
+Error refused(std::string detail) { return format_error(Errc::unsavable, std::move(detail)); }
 
 constexpr std::uint32_t kNone = 0xffffffff;
 

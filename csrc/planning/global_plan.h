@@ -31,7 +31,7 @@ namespace torch_ckpt::planning {
 //   5. A rank writes the items that torch describes after all others.
 class GlobalPlan {
  public:
-  /// Fails with Errc::invalid_argument if the states violate rule 3 or 4; the error names the value
+  /// Fails with Errc::unsavable if the states violate rule 3 or 4; the error names the value
   /// and the ranks.
   static Result<GlobalPlan> of(std::vector<RankState> states);
 

@@ -81,8 +81,7 @@ Result<SafetensorsLayout> SafetensorsLayout::of(std::vector<SafeTensor> tensors,
       return safe.error();
     }
     if (!names.insert(tensor.name).second) {
-      Error error =
-          format_error(Errc::invalid_argument, "two tensors would get this name; rename one");
+      Error error = format_error(Errc::unsavable, "two tensors would get this name; rename one");
       error.subject = tensor.name;
       return error;
     }
@@ -182,14 +181,14 @@ Result<std::vector<SafeTensor>> safe_tensors_of(const GlobalPlan& plan,
     const StateTemplate& state = plan.first_template(i);
     const StateTemplate::Row& row = state.row(plan.first_row(i));
     if (row.is_described) {
-      Error error = format_error(Errc::invalid_argument,
+      Error error = format_error(Errc::unsavable,
                                  "safetensors files hold only plain tensors and DTensors; convert "
                                  "the value first, or leave it out");
       error.subject = plan.name(i);
       return error;
     }
     if (row.kind != StateTemplate::Kind::tensor && row.kind != StateTemplate::Kind::shard) {
-      Error error = format_error(Errc::invalid_argument,
+      Error error = format_error(Errc::unsavable,
                                  "safetensors files hold only tensors; save this value elsewhere");
       error.subject = plan.name(i);
       return error;

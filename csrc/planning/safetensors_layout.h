@@ -58,7 +58,7 @@ class SafetensorsLayout {
   };
   static constexpr std::string_view kIndexName = "model.safetensors.index.json";
 
-  /// Fails with Errc::invalid_argument if the format cannot hold a tensor, or two have one name.
+  /// Fails with Errc::unsavable if the format cannot hold a tensor, or two have one name.
   static Result<SafetensorsLayout> of(std::vector<format::SafeTensor> tensors,
                                       const Options& options);
 
@@ -90,7 +90,7 @@ std::vector<format::SafeChecksums> checksums_of(std::span<const SafetensorsLayou
 const format::Dtype* stored_dtype(const format::Dtype* dtype, const format::Dtype* cast);
 
 /// Returns the tensors of a plan, in the order of GlobalPlan::name(). Fails with
-/// Errc::invalid_argument if a value is not a tensor. names: new names in the same order; empty
+/// Errc::unsavable if a value is not a tensor. names: new names in the same order; empty
 /// keeps the plan's.
 Result<std::vector<format::SafeTensor>> safe_tensors_of(const GlobalPlan& plan,
                                                         std::span<const std::string> names,

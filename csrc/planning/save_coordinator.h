@@ -68,7 +68,7 @@ class SaveCoordinator {
   using Message = std::pair<std::string_view, std::string_view>;
 
   /// Returns the replies, by rank; nothing if all ranks must send their parts. Fails with
-  /// Errc::frame_damaged for bytes that are not a message, and with Errc::invalid_argument if the
+  /// Errc::frame_damaged for bytes that are not a message, and with Errc::unsavable if the
   /// states of ranks contradict each other (global_plan.h).
   Result<std::vector<std::string>> assign(std::span<const Message> messages);
 

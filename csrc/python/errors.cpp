@@ -63,6 +63,7 @@ py::object class_of(Errc code) {
     case Errc::metadata_inconsistent:
       return error_class("Corrupt");
     case Errc::system:
+    case Errc::unsavable:
     case Errc::cancelled:
     case Errc::directory_moved:
     case Errc::wrong_base:

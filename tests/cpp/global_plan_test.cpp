@@ -191,7 +191,7 @@ TEST(GlobalPlan, ADifferenceBetweenRanksIsReportedWithNameAndRanks) {
     first(ranks[0]);
     second(ranks[1]);
     const auto plan = GlobalPlan::of(states_of(ranks));
-    EXPECT_TRUE(fails(plan, Errc::invalid_argument));
+    EXPECT_TRUE(fails(plan, Errc::unsavable));
     return plan ? std::string() : plan.error().message();
   };
   const auto small = [](Rows& made) { made.add_tensor("w", {3}); };
@@ -225,7 +225,7 @@ TEST(GlobalPlan, TheSizeOfADTensorIsComparedOnlyOnRanksThatHaveIt) {
   ranks[2] = Rows();
   ranks[2].add_shard("rows", {9}, {4}, {4});
   const auto refused = GlobalPlan::of(states_of(ranks));
-  ASSERT_TRUE(fails(refused, Errc::invalid_argument));
+  ASSERT_TRUE(fails(refused, Errc::unsavable));
   EXPECT_TRUE(refused.error().message().starts_with(
       "rows: rank 1 has torch.float32 [8], rank 2 has torch.float32 [9]"));
 }
@@ -240,9 +240,9 @@ TEST(GlobalPlan, ShardsThatDoNotCoverTheTensorAreRejected) {
     return GlobalPlan::of(states_of(ranks));
   };
   EXPECT_TRUE(ok(shards({{0, 4}, {4, 4}})));
-  EXPECT_TRUE(fails(shards({{0, 4}, {4, 3}}), Errc::invalid_argument));
-  EXPECT_TRUE(fails(shards({{0, 5}, {4, 4}}), Errc::invalid_argument));
-  EXPECT_TRUE(fails(shards({{0, 4}, {3, 4}}), Errc::invalid_argument));
+  EXPECT_TRUE(fails(shards({{0, 4}, {4, 3}}), Errc::unsavable));
+  EXPECT_TRUE(fails(shards({{0, 5}, {4, 4}}), Errc::unsavable));
+  EXPECT_TRUE(fails(shards({{0, 4}, {3, 4}}), Errc::unsavable));
 }
 
 TEST(GlobalPlan, AShardOutsideItsTensorIsRejected) {
@@ -260,7 +260,7 @@ TEST(GlobalPlan, AShardOutsideItsTensorIsRejected) {
   for (const Boxes& boxes : {Boxes{{{4, 0}, {8, 2}}}, Boxes{{{0, 1}, {4, 2}}, {{4, 1}, {4, 2}}},
                              Boxes{{{0, 0}, {8, 2}}, {{9, 0}, {0, 2}}}}) {
     const auto refused = plan(boxes);
-    ASSERT_TRUE(fails(refused, Errc::invalid_argument));
+    ASSERT_TRUE(fails(refused, Errc::unsavable));
     EXPECT_NE(refused.error().message().find("outside the tensor"), std::string::npos);
   }
 }
@@ -270,7 +270,7 @@ TEST(GlobalPlan, ANameThatIsTooLongIsRejected) {
   ranks[0].add_tensor(std::string(index::CheckpointIndex::kMaxNameBytes, 'n'), {1});
   EXPECT_TRUE(ok(GlobalPlan::of(states_of(ranks))));
   ranks[0].add_tensor(std::string(index::CheckpointIndex::kMaxNameBytes + 1, 'n'), {1});
-  EXPECT_TRUE(fails(GlobalPlan::of(states_of(ranks)), Errc::invalid_argument));
+  EXPECT_TRUE(fails(GlobalPlan::of(states_of(ranks)), Errc::unsavable));
 }
 
 TEST(GlobalPlan, ALargerTensorWithTheShardsOfAnotherIsRejected) {
@@ -281,7 +281,7 @@ TEST(GlobalPlan, ALargerTensorWithTheShardsOfAnotherIsRejected) {
     here.add_shard("larger", {9}, {4 * rank}, {4});
   }
   const auto plan = GlobalPlan::of(states_of(ranks));
-  ASSERT_TRUE(fails(plan, Errc::invalid_argument));
+  ASSERT_TRUE(fails(plan, Errc::unsavable));
   EXPECT_TRUE(plan.error().message().starts_with("larger: the shards of all ranks have 8"));
 }
 
@@ -354,7 +354,7 @@ TEST(GlobalPlan, EachShardOfATensorWithoutAMeshIsWrittenOnceAfterOtherItems) {
 
 TEST(GlobalPlan, MeshesThatDivideATensorDifferentlyAreRejected) {
   const auto plan = plan_of_two_meshes({{{0}, {5}}, {{5}, {3}}});
-  ASSERT_TRUE(fails(plan, Errc::invalid_argument));
+  ASSERT_TRUE(fails(plan, Errc::unsavable));
   EXPECT_TRUE(plan.error().message().starts_with("two meshes: DTensors with this name"));
   EXPECT_NE(plan.error().message().find("the mesh of ranks 0-1 and the mesh of ranks 2-3"),
             std::string::npos);

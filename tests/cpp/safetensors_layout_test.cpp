@@ -105,7 +105,7 @@ TEST(SafetensorsLayout, OfNothingIsAnEmptyFile) {
 
 TEST(SafetensorsLayout, RefusesWhatTheFormatCannotHold) {
   const auto refused = [](std::vector<SafeTensor> tensors) {
-    return fails(SafetensorsLayout::of(std::move(tensors), {}), Errc::invalid_argument);
+    return fails(SafetensorsLayout::of(std::move(tensors), {}), Errc::unsavable);
   };
   EXPECT_TRUE(refused({tensor("a", "complex128", {1})}));
   EXPECT_TRUE(refused({tensor("a", "unheard of", {1})}));

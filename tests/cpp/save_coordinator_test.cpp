@@ -150,7 +150,7 @@ TEST_F(SaveCoordinatorTest, StatesThatContradictEachOtherAreRefusedAndTheLastPla
   Rows other;
   other.add_tensor("t0", {101});
   ranks_[1].set(other);
-  EXPECT_TRUE(fails(coordinator_.assign(messages()), Errc::invalid_argument));
+  EXPECT_TRUE(fails(coordinator_.assign(messages()), Errc::unsavable));
   EXPECT_EQ(coordinator_.number(), 1u);
   ranks_[1].set(replicas(6, "b"));
   agree();

@@ -336,12 +336,9 @@ class ModelTarget(Target):
         if form.rename is not None:
             renamed = [*new_names(coordinator.names(), form.rename).values()]
         dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
-        try:
-            return _core.SafetensorsLayout(
-                coordinator, renamed, dtype, form.max_shard_size, [*form.metadata.items()], tag
-            )
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
+        return _core.SafetensorsLayout(
+            coordinator, renamed, dtype, form.max_shard_size, [*form.metadata.items()], tag
+        )
 
 
 class LocalModelTarget(ModelTarget):

@@ -57,10 +57,7 @@ class AgreedPlan:
             CheckpointError: the states of ranks contradict each other. The error gives names and
                 ranks.
         """
-        try:
-            return self.coordinator.assign(messages)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
+        return self.coordinator.assign(messages)
 
     def require_equal_copies(self, written: list[Written]) -> None:
         """Compares the copies of sharded tensors (saving/copies.py), before the commit.
