@@ -219,6 +219,9 @@ class SaveCoordinator:
     def names(self) -> list[str]:
         """The fully qualified names of all values."""
 
+    def bytes(self) -> list[int]:
+        """The bytes of plain tensors and DTensors that each rank writes."""
+
     def differing_replicas(self) -> list[tuple[str, list[list[int]]]]:
         """Names of the values whose fingerprints differ in the last messages, and the groups of
         ranks that have the same version."""

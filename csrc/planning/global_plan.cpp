@@ -216,9 +216,9 @@ Result<> GlobalPlan::check_same(const Entry& first, std::uint32_t rank, std::uin
 }
 
 void GlobalPlan::choose_owners() {
-  std::vector<std::uint64_t> loads(ranks());
+  bytes_.assign(ranks(), 0);
   for (Part& part : parts_) {
-    if (part.holders == 1) loads[part.owner] += part.bytes;
+    if (part.holders == 1) bytes_[part.owner] += part.bytes;
   }
   // By part, if it is replicated: the ranks that have it, in ascending order, and their items.
   std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>> holders(parts_.size());
@@ -234,9 +234,9 @@ void GlobalPlan::choose_owners() {
   for (const std::uint32_t number : several) {
     Part& part = parts_[number];
     const auto chosen = std::ranges::min_element(
-        holders[number], {}, [&](const auto& holder) { return loads[holder.first]; });
+        holders[number], {}, [&](const auto& holder) { return bytes_[holder.first]; });
     std::tie(part.owner, part.item) = *chosen;
-    loads[part.owner] += part.bytes;
+    bytes_[part.owner] += part.bytes;
   }
   owned_.assign(ranks(), {});
   for (std::uint32_t rank = 0; rank < ranks(); ++rank) {

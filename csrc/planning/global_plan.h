@@ -39,6 +39,8 @@ class GlobalPlan {
   const RankState& of_rank(std::size_t rank) const { return states_[rank]; }
   /// Returns the items that the rank writes, in the order of writing.
   std::span<const std::uint32_t> owned(std::size_t rank) const { return owned_[rank]; }
+  /// Returns the bytes of plain tensors and DTensors that each rank writes.
+  std::span<const std::uint64_t> bytes() const { return bytes_; }
   /// Returns the items of a rank that other ranks have, too, and that must be copies, in ascending
   /// order. Empty for most plans.
   std::span<const std::uint32_t> copies(std::size_t rank) const {
@@ -108,6 +110,7 @@ class GlobalPlan {
   std::vector<Part> parts_;
   std::vector<std::vector<std::uint32_t>> part_of_item_;  // by rank and item
   std::vector<std::vector<std::uint32_t>> owned_;
+  std::vector<std::uint64_t> bytes_;                // by rank
   std::vector<std::vector<std::uint32_t>> copies_;  // empty if no entry has copies
 };
 

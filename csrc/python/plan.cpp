@@ -140,6 +140,11 @@ void bind_plan(py::module_& module) {
       .def("assign", &assign, py::arg("messages"))
       .def_property_readonly("plan_hash", &SaveCoordinator::plan_hash)
       .def("names", &names_of)
+      .def("bytes",
+           [](const SaveCoordinator& self) {
+             const auto bytes = self.plan().bytes();
+             return std::vector<std::uint64_t>(bytes.begin(), bytes.end());
+           })
       .def("differing_replicas", &differing_replicas)
       .def("differing_copies", &differing_copies, py::arg("checksums"))
       .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))

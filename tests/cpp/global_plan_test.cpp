@@ -170,6 +170,9 @@ TEST(GlobalPlan, EachElementOfAShardedTensorIsWrittenOnce) {
     std::map<std::string, std::map<std::int64_t, int>> stored;
     for (std::size_t rank = 0; rank < plan->ranks(); ++rank) {
       const RankState& here = plan->of_rank(rank);
+      std::uint64_t bytes = 0;
+      for (const std::uint32_t row : plan->owned(rank)) bytes += here.bytes(row);
+      EXPECT_EQ(plan->bytes()[rank], bytes) << "seed " << seed;
       for (const std::uint32_t row : plan->owned(rank)) {
         const std::int64_t begin = here.offsets(here.box(row))[0];
         const std::int64_t length = here.sizes(here.box(row))[0];

@@ -20,7 +20,14 @@ from tests.support import assert_equal
 from torch_ckpt import CheckpointError, CheckpointManager, ReadOptions
 from torch_ckpt.checkpoint import directory
 from torch_ckpt.manager import LocalTier
-from torch_ckpt.steps import tier, tier_copy, tier_files, tier_peers, tier_sharing
+from torch_ckpt.steps import (
+    tier,
+    tier_copy,
+    tier_files,
+    tier_peers,
+    tier_sharing,
+    tier_target,
+)
 from torch_ckpt.steps.tier_target import TierTarget
 
 ROWS = 60
@@ -355,6 +362,23 @@ def case_an_older_save_of_a_step_on_a_disk_is_not_restored(launch: Launch) -> No
     dist.barrier()
     with manager(launch) as made:
         assert_restores(launch, made, 1, values=7)
+
+
+@on(2)
+def case_a_step_goes_to_the_root_if_one_host_has_too_little_space_for_its_part(
+    launch: Launch,
+) -> None:
+    state = {f"of rank {launch.rank}": torch.ones(1_000 if launch.rank == 0 else 10_000)}
+    with (
+        mock.patch.object(tier_target, "free_bytes", return_value=30_000),
+        warnings.catch_warnings(),
+        manager(launch) as made,
+    ):
+        warnings.simplefilter("ignore")  # of rank 0
+        made.save(1, state)
+        made.wait_until_finished()
+        assert made.all_steps() == [1]
+    assert list(disk_of(launch, launch.rank).glob("*/0000000001")) == []
 
 
 @on(2)

@@ -145,7 +145,7 @@ class TierTarget(CheckpointTarget):
         require_one_target(opened)
         places = [(one.directory.mounts, one.directory.numbers) for one in opened]
         is_taken = any(one.is_taken for one in opened)
-        self.is_on_hosts = not (is_taken or self._warn_if_full(opened, places))
+        self.is_on_hosts = not (is_taken or self._warn_if_full(plan, opened, places))
         if not self.is_on_hosts:
             with self.busy():
                 with self._publishing:
@@ -160,12 +160,19 @@ class TierTarget(CheckpointTarget):
             for rank, place in enumerate(places)
         ]
 
-    def _warn_if_full(self, opened: Sequence[Opened], places: list[tuple[Any, Any]]) -> bool:
-        """Returns True if the disk of a host has too little space for the host's part of the
-        save. The ranks are taken to have equal parts."""
-        of_rank = self._copies_of_file * self.expected_bytes // len(opened)
+    def _warn_if_full(
+        self, plan: AgreedPlan, opened: Sequence[Opened], places: list[tuple[Any, Any]]
+    ) -> bool:
+        """Returns True if the disk of a host has too little space for the files of this host, and
+        of the hosts before it (tier_sharing.py)."""
+        of_hosts = dict.fromkeys(places, 0)
+        for place, count in zip(places, plan.coordinator.bytes(), strict=True):
+            of_hosts[place] += count
+        hosts = [*of_hosts]
         for rank, (one, place) in enumerate(zip(opened, places, strict=True)):
-            needed = of_rank * places.count(place)
+            number = hosts.index(place)
+            first = number + 1 - min(self._copies_of_file, len(hosts))
+            needed = sum(of_hosts[hosts[other]] for other in range(first, number + 1))
             if one.free is not None and one.free < needed:
                 warn(
                     f"{self.path}: the host of rank {rank} needs {size(needed)} for step "
