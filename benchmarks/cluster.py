@@ -50,8 +50,8 @@ from torch_ckpt.manager import LocalTier
 
 _TENSORS, _COLUMNS = 16, 1024
 
-# Seconds before an operation that is measured, because the client of a file system goes on working
-# after a call has returned.
+# Seconds before an operation that is measured, because the client of a file system still works when
+# a call has returned.
 _SETTLE_SECONDS = 1.0
 
 #: Seconds and CPU seconds of each round, by row.

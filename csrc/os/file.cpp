@@ -68,6 +68,7 @@ Result<FileIdentity> identity_at(int directory, const char* name, int flags,
 File::File(File&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)),
       path_(std::move(other.path_)),
+      opened_direct_(other.opened_direct_),
       direct_(other.direct_.load()) {}
 
 File& File::operator=(File&& other) noexcept {
@@ -75,6 +76,7 @@ File& File::operator=(File&& other) noexcept {
     if (fd_ >= 0) ::close(fd_);
     fd_ = std::exchange(other.fd_, -1);
     path_ = std::move(other.path_);
+    opened_direct_ = other.opened_direct_;
     direct_ = other.direct_.load();
   }
   return *this;
@@ -126,7 +128,7 @@ Result<File> File::open_for_write(int directory, const std::string& name, const 
     if (errno != EINVAL) return system_error(errno, "open", path);
     // Some kernels create the file before they refuse O_DIRECT.
     if (must_create) ::unlinkat(directory, name.c_str(), 0);
-    file.direct_ = false;
+    file.opened_direct_ = file.direct_ = false;
   }
   file.fd_ = open_with(0);
   if (file.fd_ < 0) return system_error(errno, "open", path);
@@ -176,14 +178,16 @@ Result<> File::write_at(std::span<const std::byte> data, std::uint64_t offset) {
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(data.data()) % kDirectAlignment == 0 &&
                           data.size() % kDirectAlignment == 0 && offset % kDirectAlignment == 0;
   if (direct_ && !is_aligned) leave_direct_mode();
+  bool retried_buffered = false;
   while (!data.empty()) {
     const std::size_t ask = std::min(data.size(), kMaxTransfer);
-    const bool was_direct = direct_;  // another thread may leave direct mode meanwhile
     const ssize_t wrote = ::pwrite(fd_, data.data(), ask, static_cast<off_t>(offset));
     if (wrote < 0) {
       if (errno == EINTR) continue;
-      if (errno == EINVAL && was_direct) {
+      // Another thread may have left direct mode since this write began.
+      if (errno == EINVAL && opened_direct_ && !retried_buffered) {
         leave_direct_mode();
+        retried_buffered = true;
         continue;
       }
       return system_error(errno, "pwrite", path_, offset);

@@ -105,7 +105,8 @@ class File {
   int release() && { return std::exchange(fd_, -1); }
 
  private:
-  File(int fd, std::string path, bool direct) : fd_(fd), path_(std::move(path)), direct_(direct) {}
+  File(int fd, std::string path, bool direct)
+      : fd_(fd), path_(std::move(path)), opened_direct_(direct), direct_(direct) {}
   void leave_direct_mode();
   static Result<File> open_for_write(int directory, const std::string& name,
                                      const std::string& path, IoMode mode, bool must_create);
@@ -113,6 +114,7 @@ class File {
   int fd_ = -1;
   std::string path_;
   // Concurrent writes may leave direct mode.
+  bool opened_direct_ = false;
   std::atomic<bool> direct_ = false;
 };
 

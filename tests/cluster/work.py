@@ -121,7 +121,7 @@ def run_manager(root: str) -> list[int]:
         manager.save(4, {"model": state_of(4)})
         manager.wait_until_finished()
     dist.barrier()
-    if dist.get_rank() == 0:  # the other host's client may list names that are gone
+    if dist.get_rank() == 0:  # the other host's client may list names of removed directories
         assert not [name for name in os.listdir(f"{root}/run") if "deleted" in name]
     return [info.step for info in open_steps(f"{root}/run").entries(leftovers=False)]
 
