@@ -219,7 +219,7 @@ class SaveCoordinator:
     def names(self) -> list[str]:
         """The fully qualified names of all values."""
 
-    def bytes(self) -> list[int]:
+    def bytes_by_rank(self) -> list[int]:
         """The bytes of plain tensors and DTensors that each rank writes."""
 
     def differing_replicas(self) -> list[tuple[str, list[list[int]]]]:

@@ -140,7 +140,7 @@ void bind_plan(py::module_& module) {
       .def("assign", &assign, py::arg("messages"))
       .def_property_readonly("plan_hash", &SaveCoordinator::plan_hash)
       .def("names", &names_of)
-      .def("bytes",
+      .def("bytes_by_rank",
            [](const SaveCoordinator& self) {
              const auto bytes = self.plan().bytes();
              return std::vector<std::uint64_t>(bytes.begin(), bytes.end());

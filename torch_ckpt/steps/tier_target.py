@@ -166,7 +166,7 @@ class TierTarget(CheckpointTarget):
         """Returns True if the disk of a host has too little space for the files of this host, and
         of the hosts before it (tier_sharing.py)."""
         of_hosts = dict.fromkeys(places, 0)
-        for place, count in zip(places, plan.coordinator.bytes(), strict=True):
+        for place, count in zip(places, plan.coordinator.bytes_by_rank(), strict=True):
             of_hosts[place] += count
         hosts = [*of_hosts]
         for rank, (one, place) in enumerate(zip(opened, places, strict=True)):
