@@ -22,7 +22,7 @@ from tests.sweeps import SEED, TORTURE
 
 pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(900)]
 
-# The schedules of a test. An interrupted run continues with the tests that are left.
+# The schedules of a test; few, so that pytest -k can run the tests that an interrupted run lacks.
 SCHEDULES = 100
 TESTS = 10 if TORTURE else 1
 COMMANDS = 12

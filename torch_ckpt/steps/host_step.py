@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from contextlib import closing, suppress
+from functools import cached_property
 
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, METADATA_NAME, decode_index
 from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker
@@ -43,9 +45,14 @@ class HostStep:
         with open(name, "rb", opener=self.directory.open_for_read) as file:
             return file.read(limit)
 
+    @cached_property
+    def index(self) -> _core.CheckpointIndex:
+        """The decoded metadata."""
+        return decode_index(self.metadata, os.path.join(self.path, METADATA_NAME))
+
     def named(self) -> list[str]:
         """Returns the names of all data files of the step, on any host."""
-        return decode_index(self.metadata, os.path.join(self.path, METADATA_NAME)).files()
+        return self.index.files()
 
     def files(self) -> dict[str, int]:
         """Returns the sizes of the data files that this host has."""
@@ -83,7 +90,7 @@ def describe(disk: LocalSteps, step: int, *, verify: bool) -> LocalCopy:
         info = info_of(step, found.path, parsed_marker(found.marker), False, lambda: 0)
         files = found.files()
         if verify:
-            for name in faulty_files(found.directory, found.metadata):
+            for name in faulty_files(found.directory, found.index):
                 files.pop(name, None)
         return LocalCopy(
             step,

@@ -607,7 +607,7 @@ class _Copy:
         found = self._found
         assert found is not None
         with self._progress.busy():
-            fault = first_fault(found.directory, found.metadata, names)
+            fault = first_fault(found.directory, found.index, names)
         if fault:
             raise Corrupt(
                 f"{fault}. Step {self.step} is not copied; repair the file, or delete the step on "

@@ -14,7 +14,7 @@ from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.memory import memory_for_io
 from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
-from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, METADATA_NAME, decode_index
+from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, METADATA_NAME
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions
 from torch_ckpt.stores import Entry, ObjectStore, open_store
@@ -204,11 +204,13 @@ def files_at(path: str, options: ReadOptions) -> Files:
     return PathFiles(path)
 
 
-def first_fault(directory: OpenDirectory, metadata: bytes, names: Collection[str]) -> str:
-    """Verifies some files of a directory against the checksums in the metadata.
+def first_fault(
+    directory: OpenDirectory, index: _core.CheckpointIndex, names: Collection[str]
+) -> str:
+    """Verifies some files of a directory against their checksums.
 
     Args:
-        metadata: contents of ``.metadata``.
+        index: the metadata.
         names: the files.
 
     Returns:
@@ -216,20 +218,20 @@ def first_fault(directory: OpenDirectory, metadata: bytes, names: Collection[str
     """
     with closing(DirectoryFiles(directory, names)) as files:
         try:
-            found = _verify(_InStore(directory.path, files), metadata)
+            found = _verify(_InStore(directory.path, files), index)
         except OSError as error:
             return str(error)
     fault = next(iter(found.faults), None)
     return "" if fault is None else f"{os.path.join(directory.path, fault.file)}: {fault.what}"
 
 
-def faulty_files(directory: OpenDirectory, metadata: bytes) -> set[str]:
+def faulty_files(directory: OpenDirectory, index: _core.CheckpointIndex) -> set[str]:
     """Returns the names of the files in a directory that are damaged or cannot be read.
 
     Args:
-        metadata: contents of ``.metadata``.
+        index: the metadata.
     """
-    return {fault.file for fault in _verify(directory, metadata).faults}
+    return {fault.file for fault in _verify(directory, index).faults}
 
 
 class _InStore:
@@ -239,8 +241,10 @@ class _InStore:
         self.files = _core.Store(path, files)
 
 
-def _verify(directory: OpenDirectory | _InStore, metadata: bytes) -> _core.CheckpointVerification:
+def _verify(
+    directory: OpenDirectory | _InStore, index: _core.CheckpointIndex
+) -> _core.CheckpointVerification:
     verification = _core.CheckpointVerification(directory)
-    verification.add(decode_index(metadata, METADATA_NAME))
+    verification.add(index)
     verification.run(DEFAULT_READ_OPTIONS, None)
     return verification

@@ -156,7 +156,7 @@ class Sharing:
             size = self._others.size(name)
             copy_to_directory(found.directory, name, pieces, size, progress.busy)
             with progress.busy():
-                fault = first_fault(found.directory, found.metadata, [name])
+                fault = first_fault(found.directory, found.index, [name])
             if fault:
                 with suppress(OSError):
                     found.directory.remove(name)
