@@ -80,6 +80,11 @@ class Directory:
 
         Raises ValueError for another kind of file, Unsafe for a link.
         """
+    def refresh(self, name: str) -> None:
+        """Makes the client of a network file system look a name up again.
+
+        Does nothing if the directory is local.
+        """
     def open_directory(self, name: str) -> Directory:
         """Opens a directory in this one. Does not follow a link."""
     def open_for_read(self, name: str, flags: int = 0) -> int:

@@ -143,8 +143,9 @@ Result<bool> remove_unused(const os::Directory& parent, const std::string& name)
   if (!opened) return opened.error();
   auto locked = opened->try_lock_exclusive();
   if (!locked || !*locked) return locked;
-  if (auto removed = parent.remove_tree(name); !removed) return removed.error();
-  return true;
+  auto removed = opened->remove_lock_file();
+  if (removed) removed = parent.remove_tree(name);
+  return removed ? locked : removed.error();
 }
 
 }  // namespace
@@ -184,6 +185,7 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
   }
   if (done && is_present) done = copy_mode(parent, name, *opened);
   if (!done) {
+    if (opened) opened->close();
     static_cast<void>(parent.remove_tree(temporary));
     return done.error();
   }

@@ -191,7 +191,8 @@ Result<> OutputFile::write_segment(std::span<const std::byte> data, std::uint64_
   const std::uint64_t misalignment = offset % os::kDirectAlignment;
   const bool is_congruent =
       reinterpret_cast<std::uintptr_t>(data.data()) % os::kDirectAlignment == misalignment;
-  if (!edges_ || !is_congruent || data.size() < planning::kLongRunBytes) {
+  const bool is_direct = edges_ && file_->is_direct() && is_congruent;
+  if (!is_direct || data.size() < planning::kLongRunBytes) {
     if (auto written = buffered.write_at(data, offset); !written) return written;
     // Short runs share their pages with other ranks, which may not have written yet.
     if (data.size() >= planning::kLongRunBytes) buffered.start_writeback(offset, data.size());

@@ -61,6 +61,19 @@ int open_at(int directory, const char* path, int access) {
   return uninterrupted([&] { return ::openat(directory, path, access | O_DIRECTORY | O_CLOEXEC); });
 }
 
+bool is_on_local_file_system(int fd) {
+  struct statfs found {};
+  if (uninterrupted([&] { return ::fstatfs(fd, &found); }) != 0) return false;
+  return std::ranges::find(kLocalTypes, static_cast<std::uint32_t>(found.f_type)) !=
+         kLocalTypes.end();
+}
+
+// The kernel asks the server for an entry before it creates a link of that name. The link is never
+// created, because its target is on another file system: the call fails with EEXIST or EXDEV.
+void look_up_again(int directory, const char* path) {
+  static_cast<void>(::linkat(AT_FDCWD, "/proc/self/stat", directory, path, 0));
+}
+
 // Owns the descriptor of a directory; -1: none.
 struct Descriptor {
   explicit Descriptor(int given = -1) : fd(given) {}
@@ -106,7 +119,12 @@ Result<> remove_directory(const std::string& path) {
 
 Result<Directory> Directory::open(const std::string& path) {
   TC_FAULT("open_directory", path);
-  const int fd = open_at(AT_FDCWD, path.c_str(), O_RDONLY);
+  int fd = open_at(AT_FDCWD, path.c_str(), O_RDONLY);
+  if (fd < 0 ? errno == ENOENT : !is_on_local_file_system(fd)) {
+    if (fd >= 0) ::close(fd);
+    look_up_again(AT_FDCWD, path.c_str());
+    fd = open_at(AT_FDCWD, path.c_str(), O_RDONLY);
+  }
   if (fd < 0) return system_error(errno, "open", path);
   return Directory(fd, path);
 }
@@ -125,8 +143,12 @@ Result<Directory> Directory::reopen() const {
   return Directory(fd, path_);
 }
 
+Directory::Directory(int fd, std::string path)
+    : fd_(fd), is_local_(is_on_local_file_system(fd)), path_(std::move(path)) {}
+
 Directory::Directory(Directory&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)),
+      is_local_(other.is_local_),
       lock_fd_(std::exchange(other.lock_fd_, -1)),
       is_writable_(other.is_writable_),
       locked_by_(std::exchange(other.locked_by_, 0)),
@@ -137,6 +159,7 @@ Directory& Directory::operator=(Directory&& other) noexcept {
   if (this != &other) {
     close();
     fd_ = std::exchange(other.fd_, -1);
+    is_local_ = other.is_local_;
     lock_fd_ = std::exchange(other.lock_fd_, -1);
     is_writable_ = other.is_writable_;
     locked_by_ = std::exchange(other.locked_by_, 0);
@@ -166,6 +189,15 @@ void Directory::unlock() {
 
 void Directory::close_lock_file() {
   if (lock_fd_ >= 0) ::close(std::exchange(lock_fd_, -1));
+}
+
+void Directory::refresh(const std::string& name) const {
+  if (!is_local_) look_up_again(fd_, name.c_str());
+}
+
+Result<File> Directory::open_for_read(const std::string& name, IoMode mode) const {
+  refresh(name);
+  return open_beneath(fd_, path_, name, mode);
 }
 
 Result<File> Directory::create(const std::string& name, IoMode mode) const {
@@ -294,6 +326,7 @@ Result<> Directory::copy_mode(const Directory& other) const {
 Result<Directory> Directory::open_directory(const std::string& name) const {
   const std::string path = path_of(name);
   TC_FAULT("open", path);
+  refresh(name);
   const int fd = open_at(fd_, name.c_str(), O_RDONLY | O_NOFOLLOW);
   if (fd < 0) return system_error(errno, "open", path);
   return Directory(fd, path);
@@ -356,10 +389,12 @@ Result<FileIdentity> Directory::identity() const {
 Result<FileIdentity> Directory::identity_of(const std::string& name) const {
   const std::string path = path_of(name);
   TC_FAULT("statx", path);
+  refresh(name);
   return identity_at(fd_, name.c_str(), AT_SYMLINK_NOFOLLOW, path);
 }
 
 Result<bool> Directory::leads_to(const std::string& name, const FileIdentity& identity) const {
+  refresh(name);
   auto found = identity_at(fd_, name.c_str(), 0, path_of(name));
   if (found) return *found == identity;
   return found.error().sys_errno == ENOENT ? Result<bool>(false) : found.error();
@@ -389,6 +424,7 @@ Result<std::uint64_t> Directory::bytes() const {
 Result<bool> Directory::is_at_path() const {
   auto own = identity();
   if (!own) return own.error();
+  if (!is_local_) look_up_again(AT_FDCWD, path_.c_str());
   auto found = identity_at(AT_FDCWD, path_.c_str(), 0, path_);
   if (found) return *found == *own;
   const int failed = found.error().sys_errno;
@@ -405,13 +441,6 @@ std::string Directory::current_path() const {
   if (length <= 0 || ::fstat(fd_, &status) != 0 || status.st_nlink == 0) return {};
   path.resize(static_cast<std::size_t>(length));
   return path;
-}
-
-bool Directory::is_local() const {
-  struct statfs found {};
-  if (uninterrupted([&] { return ::fstatfs(fd_, &found); }) != 0) return false;
-  return std::ranges::find(kLocalTypes, static_cast<std::uint32_t>(found.f_type)) !=
-         kLocalTypes.end();
 }
 
 Result<std::int64_t> Directory::modified_s(const std::string& name) const {
@@ -461,10 +490,10 @@ Result<bool> Directory::lock_file(int kind) {
     return system_error(errno, "open", path_of(kLockName));
   }
   auto locked = try_flock(lock_fd_, kind);
-  struct stat status {};
-  const bool is_removed = ::fstat(lock_fd_, &status) != 0 || status.st_nlink == 0;
-  if (locked && *locked && !is_removed) return true;
-  // Open the file again in the next attempt, because another process may have removed it.
+  const auto own = identity_at(lock_fd_, "", AT_EMPTY_PATH, path_of(kLockName));
+  const auto found = identity_of(std::string(kLockName));
+  if (locked && *locked && own && found && *own == *found) return true;
+  // Open the file again in the next attempt, because another process has removed or replaced it.
   close_lock_file();
   return locked ? Result<bool>(false) : locked;
 }

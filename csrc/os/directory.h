@@ -28,6 +28,10 @@ Result<> remove_directory(const std::string& path);
 //
 // Names are relative to the directory and may contain slashes. Owns the descriptor. Safe for
 // concurrent use by multiple threads, except for close(), locking and moves.
+//
+// For some time, the client of a network file system uses the entry that it has found last under a
+// name, although another host has replaced the entry. The calls that open a file or directory, or
+// return an identity, therefore make the client look the name up again.
 class Directory {
  public:
   /// Opens a directory. Follows links in the path, because the caller chose it.
@@ -53,9 +57,7 @@ class Directory {
   /// The path of a file in the directory; for messages.
   std::string path_of(std::string_view name) const { return path_ + "/" + std::string(name); }
 
-  Result<File> open_for_read(const std::string& name, IoMode mode = IoMode::buffered) const {
-    return open_beneath(fd_, path_, name, mode);
-  }
+  Result<File> open_for_read(const std::string& name, IoMode mode = IoMode::buffered) const;
   /// Creates a file in the directory; see File::create().
   Result<File> create(const std::string& name, IoMode mode) const;
   /// Opens a file in the directory for writing; creates it if it does not exist. Never follows a
@@ -124,7 +126,10 @@ class Directory {
 
   /// True if no other host can change the directory, by the type of its file system. False if the
   /// type is unknown.
-  bool is_local() const;
+  bool is_local() const { return is_local_; }
+  /// Makes the client of a network file system look a name up again. Does nothing if the directory
+  /// is local.
+  void refresh(const std::string& name) const;
   /// Returns the time of the last change of a file, in seconds by the clock of the file system.
   Result<std::int64_t> modified_s(const std::string& name) const;
 
@@ -150,7 +155,7 @@ class Directory {
   bool has_locks() const { return has_locks_; }
 
  private:
-  Directory(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
+  Directory(int fd, std::string path);
   Result<bool> lock(int kind);
   Result<bool> try_flock(int fd, int kind);
   Result<bool> lock_file(int kind);
@@ -158,6 +163,7 @@ class Directory {
   void close_lock_file();
 
   int fd_ = -1;
+  bool is_local_ = true;
   int lock_fd_ = -1;          // kLockName; -1: not open
   bool is_writable_ = false;  // lock_fd_ can write, which NFS requires for the exclusive lock
   pid_t locked_by_ = 0;       // process that took the lock

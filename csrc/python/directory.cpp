@@ -192,6 +192,9 @@ void bind_directory(py::module_& module) {
             return found && *found;
           },
           py::arg("name"), NoGil())
+      .def(
+          "refresh", [](const Directory& self, const Path& name) { self.refresh(name.native()); },
+          py::arg("name"), NoGil())
       .def("length_of", &length_of, py::arg("name"), NoGil())
       .def(
           "open_directory",

@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -380,12 +381,19 @@ def _networks(count: int) -> Iterator[tuple[dict[str, str], str]]:
 
 
 @contextmanager
-def _juicefs(directory: Path, mounts: Sequence[Path], _address: str) -> Iterator[list[Client]]:
-    """Mounts one JuiceFS, whose metadata is in a database and whose data is in files."""
+def _juicefs(
+    directory: Path, mounts: Sequence[Path], _address: str, *, trash_days: int = 0
+) -> Iterator[list[Client]]:
+    """Mounts one JuiceFS, whose metadata is in a database and whose data is in files.
+
+    Args:
+        trash_days: time for which removed files are kept. Clients can read them until then.
+    """
     command = program("juicefs")
     assert command is not None
     metadata = f"sqlite3://{directory / 'metadata.db'}"
-    store = ["--storage", "file", "--bucket", f"{directory / 'store'}/", "--trash-days", "0"]
+    store = ["--storage", "file", "--bucket", f"{directory / 'store'}/"]
+    store += ["--trash-days", str(trash_days)]
     with (directory / "log").open("wb") as log:
         subprocess.run(
             [command, "format", *store, metadata, "tests"], check=True, stdout=log, stderr=log
@@ -514,6 +522,7 @@ def _started(clients: Sequence[Client]) -> Iterator[None]:
 
 _KINDS = {
     "juicefs": _juicefs,
+    "juicefs with a trash": partial(_juicefs, trash_days=1),
     "sshfs": _sshfs,
     "moosefs": _moosefs,
     "one disk": _one_disk,
@@ -527,9 +536,9 @@ def lacking(kind: str) -> str:
         return "root"
     if shutil.which("ip") is None:
         return "iproute2"
-    if kind in ("juicefs", "sshfs", "moosefs") and not os.path.exists("/dev/fuse"):
+    if kind not in ("one disk", "local") and not os.path.exists("/dev/fuse"):
         return "/dev/fuse"
-    if kind == "juicefs" and program("juicefs") is None:
+    if kind.startswith("juicefs") and program("juicefs") is None:
         return "juicefs"
     if kind == "sshfs" and not (shutil.which("sshfs") and os.path.exists(_SFTP_SERVER)):
         return "sshfs and openssh-sftp-server"
@@ -543,7 +552,7 @@ def cluster(kind: str, directory: Path, hosts: int = 2) -> Iterator[Cluster]:
     """Starts hosts that share a file system, or have local ones, during a block.
 
     Args:
-        kind: "juicefs", "moosefs", "sshfs", "one disk" or "local".
+        kind: "juicefs", "juicefs with a trash", "moosefs", "sshfs", "one disk" or "local".
         directory: an empty directory.
     """
     path = directory / "shared"

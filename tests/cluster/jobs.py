@@ -159,7 +159,7 @@ def main() -> None:
     assert defaults is not None
     defaults["times"] = _TIMES
     lease_file._LOCK_SECONDS /= 20
-    lease_file._CLAIM_SECONDS /= 20
+    lease_file._ABANDONED_SECONDS /= 20
     host = _Host()
     for line in sys.stdin:
         print(json.dumps(host.perform(json.loads(line))), flush=True)

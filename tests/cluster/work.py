@@ -20,7 +20,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
 from tests.fault_hooks import at_fault_points
-from torch_ckpt import CheckpointManager, FileSystemReader, FileSystemWriter, ReadOptions
+from torch_ckpt import (
+    CheckpointManager,
+    FileSystemReader,
+    FileSystemWriter,
+    ReadOptions,
+    WriteOptions,
+)
 from torch_ckpt._base.machine import boot_id
 from torch_ckpt.cli.host_doctor import diagnose_hosts
 from torch_ckpt.errors import RootInUse
@@ -106,6 +112,21 @@ def replace_step(root: str) -> int:
         manager.wait_until_finished()
     dist.barrier()
     return restore(root)
+
+
+def replace_model(root: str) -> list[str]:
+    """Saves a model, and replaces it. Returns the names beneath the root, as the first host sees
+    them."""
+    options = WriteOptions(overwrite=True)
+    for seed in (1, 2):
+        state = tensors_of(state_of(seed))
+        torch_ckpt.save(state, f"{root}/model", format="safetensors", options=options)
+        loaded = tensors_of(blank())
+        torch_ckpt.load(loaded, f"{root}/model")
+        assert_equal(loaded, state)
+        dist.barrier()
+    # The client of another host may list names of removed directories.
+    return os.listdir(root) if dist.get_rank() == 0 else []
 
 
 def run_manager(root: str) -> list[int]:

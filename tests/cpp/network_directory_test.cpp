@@ -110,6 +110,20 @@ TEST_F(NetworkDirectoryTest, AFileIsOpenedAlthoughAnotherHostCreatesItAtTheSameT
   EXPECT_EQ(read_file(directory_.file(kOther)), "of the other host");
 }
 
+TEST_F(NetworkDirectoryTest, IsLockedOnlyByTheFileThatItHasNow) {
+  auto opened = open_directory(directory_);
+  ASSERT_TRUE(*opened.try_lock_exclusive());
+  std::filesystem::rename(directory_.file(".lock"), directory_.file("replaced"));
+  has(".lock");
+  EXPECT_FALSE(*opened.try_lock_exclusive());
+  EXPECT_TRUE(*opened.try_lock_exclusive());
+}
+
+TEST_F(NetworkDirectoryTest, LookingUpANameAgainCreatesNothing) {
+  open_directory(directory_).refresh("absent");
+  EXPECT_FALSE(has_file("absent"));
+}
+
 TEST_F(NetworkDirectoryTest, IsSharedWithALoadOnAnotherHost) {
   const ForeignLock other(directory_, LOCK_SH);
   auto opened = open_directory(directory_);

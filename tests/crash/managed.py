@@ -68,9 +68,9 @@ def difference(state: dict[str, Any], rank: int) -> str:
 
 
 def names_beneath(root: Path) -> list[str]:
-    """Returns the names in a root, without the lease of a running or killed run."""
+    """Returns the names in a root, without the files of the lease of a running or killed run."""
     names = os.listdir(root) if root.exists() else []
-    return sorted(name for name in names if name != LEASE_NAME)
+    return sorted(name for name in names if not name.startswith(LEASE_NAME))
 
 
 # --- a run ---------------------------------------------------------------------------------------

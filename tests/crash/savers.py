@@ -242,8 +242,8 @@ def restore_outcome(root: Path, steps: list[int], ranks: int) -> str:
                 found = _which(state, states) if manager.restore(state) else "nothing"
     except (Exception, dcp.CheckpointException) as error:
         return _cannot_be_loaded(error)
-    names = set(os.listdir(root) if root.exists() else ()) - {LEASE_NAME}
-    left = [name for name in names if not name.isdecimal()]
+    names = os.listdir(root) if root.exists() else []
+    left = [name for name in names if not name.isdecimal() and not name.startswith(LEASE_NAME)]
     return f"{found}, and {sorted(left)}" if left else found
 
 

@@ -58,6 +58,7 @@ from tests.support import assert_equal, data_files, emptied
 from torch_ckpt import Corrupt, LoadMismatch, _core
 from torch_ckpt.checkpoint.chunks import local_chunks
 from torch_ckpt.checkpoint.folders import LocalFolder
+from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.inspection.diff import diff
 from torch_ckpt.steps import LocalSteps
@@ -591,6 +592,27 @@ def case_ranks_wait_until_all_of_them_see_the_newest_step(launch: Launch) -> Non
         mock.patch.object(_core.Directory, "is_local", False),
     ):
         torch_ckpt.load(state, root)
+    assert state["w"][0].tolist() == [2.0] * 3
+
+
+def case_ranks_wait_until_all_of_them_see_the_newest_save(launch: Launch) -> None:
+    path = launch.path()
+    former = launch.path("former")
+    save({"w": torch.ones(5, 3)}, former)
+    save({"w": torch.full((5, 3), 2.0)}, path)
+    stale = iter([former] if launch.rank == 1 else [])
+    real = LocalFolder.read
+
+    def read(folder: LocalFolder, name: str, limit: int) -> bytes:
+        seen = next(stale, "") if name == METADATA_NAME else ""
+        return real(LocalFolder(seen) if seen else folder, name, limit)
+
+    state = {"w": torch.zeros(5, 3)}
+    with (
+        mock.patch.object(LocalFolder, "read", read),
+        mock.patch.object(_core.Directory, "is_local", False),
+    ):
+        torch_ckpt.load(state, path)
     assert state["w"][0].tolist() == [2.0] * 3
 
 

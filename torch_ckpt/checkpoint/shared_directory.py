@@ -14,10 +14,13 @@
 
 Saves of models need no probe: the ranks look for the directory that the coordinator has created.
 
-**Loads.** After a save on another host, a network file system may not have a file for some time, or
-have the file with an earlier size. A load therefore reads again for up to 30 s if a file is
-damaged, or is missing beside the files of a checkpoint. Local file systems are never stale, and a
-directory that is empty or absent fails at once.
+**Loads.** After a save on another host, a network file system may not have a file for some time,
+have the file with an earlier size, or still have the files of the former checkpoint.
+
+1. Each open makes the client look the name up again (csrc/os/directory.h).
+2. If a file is damaged, or is missing beside the files of a checkpoint, a load reads again for up to
+   30 s. Local file systems are never stale, and a directory that is empty or absent fails at once.
+3. Ranks that have read the metadata of different saves read again for up to 30 s (loading/load.py).
 """
 
 from __future__ import annotations

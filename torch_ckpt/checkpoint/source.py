@@ -91,9 +91,10 @@ class Source:
         directory: the open directory, or the objects beneath a URL; None if it is closed.
         location: path of the checkpoint directory or of the safetensors file, or the URL. If
             ``path`` is a run's root, this is the step's directory.
-        resolved: the path, and what it has led to: the directory for a root or a step number, the
-            version of the metadata for a URL. Ranks of a load that open the same path must find the
-            same. None if there is nothing to compare.
+        resolved: the path, and what it has led to: the directory for a root or a step number, with
+            a digest of the metadata on a network file system, or the version of the metadata for a
+            URL. Ranks of a load that open the same path must find the same. None if there is
+            nothing to compare.
         index: the index of the checkpoint; None if the caller of ``dcp.load`` passed the metadata.
         safetensors: the contents of safetensors files, if the checkpoint consists of these.
         tables: the checksum tables, or the index that has them.
@@ -176,7 +177,7 @@ class Source:
                     self.index = decode_index(*self._encoded)
                 self.tables = self.index
                 if self.options.read_once:
-                    self.metadata_digest = hashlib.blake2b(data, digest_size=16).digest()
+                    self.metadata_digest = _digest_of(data)
                 return
             except BaseException as error:
                 try:
@@ -228,13 +229,18 @@ class Source:
             data = metadata_bytes_in(folder, name)
             if isinstance(folder, RemoteFolder):
                 self.resolved = given, f"{self.location} {folder.versions[name]}"
+            elif self.may_be_stale and self.has_all_ranks:
+                self.resolved = given, f"{self.location} {_digest_of(data).hex()}"
             return data, os.path.join(folder.path, name)
         self.safetensors = read_safetensors(folder, file)
         # Models of the same architecture have equal headers, so include the path.
         files = [(f.name, f.bytes, f.header_crc) for f in self.safetensors.files]
         path = self.location if is_remote else os.path.realpath(self.location)
         contents = path, files, self.safetensors.index.tables()
-        return repr(contents).encode(errors="surrogatepass"), self.location
+        data = repr(contents).encode(errors="surrogatepass")
+        if self.may_be_stale:
+            self.resolved = given, f"{self.location} {_digest_of(data).hex()}"
+        return data, self.location
 
     def metadata(self) -> Metadata:
         """Returns the metadata, decoded into torch's objects."""
@@ -416,3 +422,7 @@ class Source:
             io.BytesIO(data),
         )
         return stream.read(-1)
+
+
+def _digest_of(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

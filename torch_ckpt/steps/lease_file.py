@@ -2,7 +2,8 @@
 
 1. The file is JSON. A run writes and fsyncs a temporary file, locks it with flock, and renames it
    under a lock on the root (csrc/directory/root_lock.h). A file is never changed afterwards, so a
-   crash leaves the old record or the new one.
+   crash leaves the old record or the new one. A run removes the temporary files of others that are
+   a minute old and not locked.
 2. The modification time of the file is the heartbeat. Its clock is that of the file system.
 3. On the same host, /proc shows whether a process is alive. For another container or host, the lock
    on the file does if the file system shares locks; the kernel releases the lock when the process
@@ -53,8 +54,9 @@ _MOST_BYTES = 16 << 10
 
 _CLAIM_NAME = re.compile(rf"{re.escape(LEASE_NAME)}\.epoch-([1-9][0-9]{{0,18}})")
 
-# Seconds until a claim is abandoned, until a missing record is missing, and between two looks.
-_CLAIM_SECONDS, _STALE_SECONDS, _PAUSE_SECONDS = 60.0, 30.0, 0.1
+# Seconds until a claim or a temporary file is abandoned, until a missing record is missing, and
+# between two looks.
+_ABANDONED_SECONDS, _STALE_SECONDS, _PAUSE_SECONDS = 60.0, 30.0, 0.1
 
 _TEMPORARY_NAME = re.compile(rf"{re.escape(LEASE_NAME)}\.[0-9a-f]{{8}}")
 
@@ -82,10 +84,6 @@ class LeaseFile:
         return max(self._abandoned, newest_epoch(self.root))
 
     def read(self) -> StoredRecord | None:
-        try:
-            return _read_at(None, os.path.join(self.root, LEASE_NAME))
-        except (FileNotFoundError, NotADirectoryError):
-            pass
         try:
             directory = _core.Directory(self.root)
         except (FileNotFoundError, NotADirectoryError):
@@ -147,7 +145,7 @@ class LeaseFile:
             directory = _core.Directory(self.root)
             try:
                 with _locked(directory, 0.0):
-                    found = _read_at(directory.fd, LEASE_NAME)
+                    found = _read(directory)
                     is_unused = not found.record.is_held and found.record.epoch == 1
                     if is_unused and directory.names() == [LEASE_NAME]:
                         os.unlink(LEASE_NAME, dir_fd=directory.fd)
@@ -179,8 +177,8 @@ class LeaseFile:
     def _swap(
         self, directory: _core.Directory, expected: StoredRecord | None, record: LeaseRecord
     ) -> StoredRecord | None:
-        _remove_leftovers(directory)
         with _temporary(directory) as (name, fd):
+            _remove_leftovers(directory, fd)
             data = encode(record)
             path = os.path.join(self.root, name)
             _core.fault_point("pwrite", path)
@@ -224,8 +222,7 @@ class LeaseFile:
         if create_if_absent(directory, name):
             return True
         with contextlib.suppress(FileNotFoundError):
-            claimed = os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_mtime_ns
-            if os.fstat(fd).st_mtime_ns - claimed > _CLAIM_SECONDS * 1e9:
+            if _is_abandoned(os.stat(name, dir_fd=directory.fd, follow_symlinks=False), fd):
                 self._abandoned = max(self._abandoned, _epoch_of_claim(name))
                 return False
         _core.fault_point("wait for a lease", path)
@@ -287,10 +284,11 @@ def decode(data: bytes) -> LeaseRecord:
     )
 
 
-def _read_at(directory: int | None, name: str) -> StoredRecord:
+def _read(directory: _core.Directory) -> StoredRecord:
+    directory.refresh(LEASE_NAME)
     # On NFS, opening the file revalidates its cached contents and attributes.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = os.open(name, flags, dir_fd=directory)
+    fd = os.open(LEASE_NAME, flags, dir_fd=directory.fd)
     try:
         return _stored(fd, os.read(fd, _MOST_BYTES))
     finally:
@@ -306,7 +304,7 @@ def _read_in(directory: _core.Directory, *, wait: bool = True) -> StoredRecord |
     give_up = time.monotonic() + (0.0 if directory.is_local or not wait else _STALE_SECONDS)
     while True:
         with contextlib.suppress(FileNotFoundError):
-            return _read_at(directory.fd, LEASE_NAME)
+            return _read(directory)
         if time.monotonic() >= give_up or not any(map(_CLAIM_NAME.fullmatch, directory.names())):
             return None
         time.sleep(_PAUSE_SECONDS)
@@ -373,14 +371,28 @@ def _locked(directory: _core.Directory, seconds: float | None = None) -> Iterato
         lock.release()
 
 
-def _remove_leftovers(directory: _core.Directory) -> None:
-    """Removes the temporary files of processes that were killed."""
+def _remove_leftovers(directory: _core.Directory, fd: int) -> None:
+    """Removes the temporary files of processes that were killed.
+
+    Args:
+        fd: see :func:`_is_abandoned`.
+    """
     for name in filter(_TEMPORARY_NAME.fullmatch, directory.names()):
         with contextlib.suppress(OSError):
-            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=directory.fd)
+            leftover = os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=directory.fd)
             try:
-                # A process that is writing the file holds the lock.
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(name, dir_fd=directory.fd)
+                # A process locks its file only after it has created it.
+                if _is_abandoned(os.fstat(leftover), fd):
+                    fcntl.flock(leftover, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(name, dir_fd=directory.fd)
             finally:
-                os.close(fd)
+                os.close(leftover)
+
+
+def _is_abandoned(status: os.stat_result, fd: int) -> bool:
+    """Returns True if a file is so old that its process must have ended.
+
+    Args:
+        fd: a new file, which has the time of the file system.
+    """
+    return os.fstat(fd).st_mtime_ns - status.st_mtime_ns > _ABANDONED_SECONDS * 1e9

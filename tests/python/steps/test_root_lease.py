@@ -563,13 +563,33 @@ def test_a_call_that_fails_leaves_the_lease_of_the_other_run_and_no_temporary_fi
     (root / "0000000001").mkdir(parents=True)
     with leased(root):
         pass
-    (root / f"{LEASE_NAME}.5f0c19ab").write_text("of a killed process")
+    leftover = root / f"{LEASE_NAME}.5f0c19ab"
+    leftover.write_text("of a killed process")
+    os.utime(leftover, (0, 0))
     released = (root / LEASE_NAME).read_bytes()
     for operation in ("open", "pwrite", "fsync", "rename", "flock"):
         with failing(operation, errno.EIO), pytest.raises(OSError, match=os.strerror(errno.EIO)):
             RootLease(LeaseFile(os.fspath(root))).require()
         assert (root / LEASE_NAME).read_bytes() == released
     assert sorted(os.listdir(root)) == [LEASE_NAME, "0000000001"]
+
+
+def test_a_run_keeps_a_temporary_file_that_another_run_may_be_about_to_lock(root: Path) -> None:
+    root.mkdir()
+    created = root / f"{LEASE_NAME}.5f0c19ab"
+    created.touch()
+    with leased(root):
+        assert created.exists()
+
+
+def test_a_run_keeps_an_old_temporary_file_that_another_run_has_locked(root: Path) -> None:
+    root.mkdir()
+    locked = root / f"{LEASE_NAME}.5f0c19ab"
+    with open(locked, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.utime(locked, (0, 0))
+        with leased(root):
+            assert locked.exists()
 
 
 def test_a_lease_is_renewed_until_it_is_released(root: Path) -> None:
