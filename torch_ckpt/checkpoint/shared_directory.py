@@ -18,8 +18,9 @@ Saves of models need no probe: the ranks look for the directory that the coordin
 have the file with an earlier size, or still have the files of the former checkpoint.
 
 1. Each open makes the client look the name up again (csrc/os/directory.h).
-2. If a file is damaged, or is missing beside the files of a checkpoint, a load reads again for up to
-   30 s. Local file systems are never stale, and a directory that is empty or absent fails at once.
+2. If a file is damaged, or is missing beside the files of a checkpoint, a load reads again for up
+   to 30 s. Local file systems are never stale, and a directory that is empty or absent fails at
+   once.
 3. Ranks that have read the metadata of different saves read again for up to 30 s (loading/load.py).
 """
 
