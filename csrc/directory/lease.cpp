@@ -79,6 +79,7 @@ Result<> spare_recent(const os::Directory& directory, std::vector<std::string>& 
 /// Returns true if the file has these contents.
 Result<bool> has_contents(const os::Directory& directory, const std::string& name,
                           Pieces contents) {
+  directory.refresh(name);
   auto file = directory.open_for_read(name);
   if (!file) return file.error();
   auto size = file->size();
@@ -136,6 +137,7 @@ Result<std::vector<std::string>> find_missing(const os::Directory& directory,
 }
 
 Result<std::set<std::string>> named_files(const os::Directory& directory, const std::string& name) {
+  directory.refresh(name);
   auto file = directory.open_for_read(name);
   if (!file) return file.error();
   const auto size = file->size();

@@ -13,6 +13,7 @@ constexpr std::chrono::milliseconds kPollInterval{5};
 
 /// Returns the first bytes of a lease; none if the root has no lease.
 Result<std::string> lease_of(const os::Directory& root, std::size_t most_bytes) {
+  root.refresh(std::string(kLeaseName));
   // On NFS, opening the file revalidates its cached contents.
   auto file = root.open_for_read(std::string(kLeaseName));
   if (!file && file.error().sys_errno == ENOENT) return std::string();

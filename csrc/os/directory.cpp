@@ -74,6 +74,15 @@ void look_up_again(int directory, const char* path) {
   static_cast<void>(::linkat(AT_FDCWD, "/proc/self/stat", directory, path, 0));
 }
 
+/// Returns the path by which the kernel knows a descriptor; empty if it is unknown.
+std::string path_of_descriptor(int fd) {
+  const std::string link = "/proc/self/fd/" + std::to_string(fd);
+  std::string path(PATH_MAX, 0);
+  const ssize_t length = ::readlink(link.c_str(), path.data(), path.size());
+  path.resize(static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
+  return path;
+}
+
 // Owns the descriptor of a directory; -1: none.
 struct Descriptor {
   explicit Descriptor(int given = -1) : fd(given) {}
@@ -119,32 +128,35 @@ Result<> remove_directory(const std::string& path) {
 
 Result<Directory> Directory::open(const std::string& path) {
   TC_FAULT("open_directory", path);
-  int fd = open_at(AT_FDCWD, path.c_str(), O_RDONLY);
-  if (fd < 0 ? errno == ENOENT : !is_on_local_file_system(fd)) {
-    if (fd >= 0) ::close(fd);
-    look_up_again(AT_FDCWD, path.c_str());
-    fd = open_at(AT_FDCWD, path.c_str(), O_RDONLY);
-  }
-  if (fd < 0) return system_error(errno, "open", path);
-  return Directory(fd, path);
+  Descriptor found(open_at(AT_FDCWD, path.c_str(), O_RDONLY));
+  if (found.fd < 0 && errno != ENOENT) return system_error(errno, "open", path);
+  const bool is_local = found.fd >= 0 && is_on_local_file_system(found.fd);
+  if (is_local) return Directory(std::exchange(found.fd, -1), path, is_local);
+  // The path may be a link, so look up the directory that it leads to.
+  const std::string real_path = found.fd < 0 ? path : path_of_descriptor(found.fd);
+  look_up_again(AT_FDCWD, real_path.c_str());
+  Descriptor fresh(open_at(AT_FDCWD, path.c_str(), O_RDONLY));
+  if (fresh.fd < 0) return system_error(errno, "open", path);
+  const bool is_fresh_local = is_on_local_file_system(fresh.fd);
+  return Directory(std::exchange(fresh.fd, -1), path, is_fresh_local);
 }
 
 Result<Directory> Directory::duplicate() const {
   TC_FAULT("fcntl", path_);
   const int fd = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
   if (fd < 0) return system_error(errno, "fcntl", path_);
-  return Directory(fd, path_);
+  return Directory(fd, path_, is_local_);
 }
 
 Result<Directory> Directory::reopen() const {
   TC_FAULT("open_directory", path_);
   const int fd = open_at(fd_, ".", O_RDONLY);
   if (fd < 0) return system_error(errno, "open", path_);
-  return Directory(fd, path_);
+  return Directory(fd, path_, is_local_);
 }
 
-Directory::Directory(int fd, std::string path)
-    : fd_(fd), is_local_(is_on_local_file_system(fd)), path_(std::move(path)) {}
+Directory::Directory(int fd, std::string path, bool is_local)
+    : fd_(fd), is_local_(is_local), path_(std::move(path)) {}
 
 Directory::Directory(Directory&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)),
@@ -195,11 +207,6 @@ void Directory::refresh(const std::string& name) const {
   if (!is_local_) look_up_again(fd_, name.c_str());
 }
 
-Result<File> Directory::open_for_read(const std::string& name, IoMode mode) const {
-  refresh(name);
-  return open_beneath(fd_, path_, name, mode);
-}
-
 Result<File> Directory::create(const std::string& name, IoMode mode) const {
   return File::create_at(fd_, name, path_of(name), mode);
 }
@@ -236,7 +243,7 @@ Result<> Directory::remove_tree(const std::string& name) const {
   TC_FAULT("rmtree", path);
   const int fd = open_at(fd_, name.c_str(), O_RDONLY | O_NOFOLLOW);
   if (fd < 0) return errno == ENOENT ? Result<>() : system_error(errno, "open", path);
-  const Directory tree(fd, path);
+  const Directory tree(fd, path, is_local_);
   auto entries = tree.names();
   if (!entries) return entries.error();
   for (const std::string& entry : *entries) {
@@ -329,7 +336,7 @@ Result<Directory> Directory::open_directory(const std::string& name) const {
   refresh(name);
   const int fd = open_at(fd_, name.c_str(), O_RDONLY | O_NOFOLLOW);
   if (fd < 0) return system_error(errno, "open", path);
-  return Directory(fd, path);
+  return Directory(fd, path, is_on_local_file_system(fd));
 }
 
 Result<> Directory::sync() const { return sync_by(fd_, path_); }
@@ -434,13 +441,9 @@ Result<bool> Directory::is_at_path() const {
 }
 
 std::string Directory::current_path() const {
-  const std::string link = "/proc/self/fd/" + std::to_string(fd_);
-  std::string path(PATH_MAX, 0);
-  const ssize_t length = ::readlink(link.c_str(), path.data(), path.size());
   struct stat status {};
-  if (length <= 0 || ::fstat(fd_, &status) != 0 || status.st_nlink == 0) return {};
-  path.resize(static_cast<std::size_t>(length));
-  return path;
+  if (::fstat(fd_, &status) != 0 || status.st_nlink == 0) return {};
+  return path_of_descriptor(fd_);
 }
 
 Result<std::int64_t> Directory::modified_s(const std::string& name) const {
@@ -490,12 +493,21 @@ Result<bool> Directory::lock_file(int kind) {
     return system_error(errno, "open", path_of(kLockName));
   }
   auto locked = try_flock(lock_fd_, kind);
-  const auto own = identity_at(lock_fd_, "", AT_EMPTY_PATH, path_of(kLockName));
-  const auto found = identity_of(std::string(kLockName));
-  if (locked && *locked && own && found && *own == *found) return true;
-  // Open the file again in the next attempt, because another process has removed or replaced it.
-  close_lock_file();
-  return locked ? Result<bool>(false) : locked;
+  if (locked && *locked) locked = is_entry(lock_fd_, std::string(kLockName));
+  // The next attempt opens the file again, because another process may have removed or replaced it.
+  if (!locked || !*locked) close_lock_file();
+  return locked;
+}
+
+Result<bool> Directory::is_entry(int fd, const std::string& name) const {
+  const auto own = identity_at(fd, "", AT_EMPTY_PATH, path_of(name));
+  const auto found = identity_of(name);
+  for (const auto* identity : {&own, &found}) {
+    if (*identity) continue;
+    const int failed = identity->error().sys_errno;
+    return failed == ENOENT || failed == ESTALE ? Result<bool>(false) : identity->error();
+  }
+  return *own == *found;
 }
 
 Result<bool> Directory::try_flock(int fd, int kind) {

@@ -30,8 +30,8 @@ Result<> remove_directory(const std::string& path);
 // concurrent use by multiple threads, except for close(), locking and moves.
 //
 // For some time, the client of a network file system uses the entry that it has found last under a
-// name, although another host has replaced the entry. The calls that open a file or directory, or
-// return an identity, therefore make the client look the name up again.
+// name, although another host has replaced the entry. refresh() makes the client look the name up
+// again. The calls that open a directory or return an identity do this themselves.
 class Directory {
  public:
   /// Opens a directory. Follows links in the path, because the caller chose it.
@@ -57,7 +57,9 @@ class Directory {
   /// The path of a file in the directory; for messages.
   std::string path_of(std::string_view name) const { return path_ + "/" + std::string(name); }
 
-  Result<File> open_for_read(const std::string& name, IoMode mode = IoMode::buffered) const;
+  Result<File> open_for_read(const std::string& name, IoMode mode = IoMode::buffered) const {
+    return open_beneath(fd_, path_, name, mode);
+  }
   /// Creates a file in the directory; see File::create().
   Result<File> create(const std::string& name, IoMode mode) const;
   /// Opens a file in the directory for writing; creates it if it does not exist. Never follows a
@@ -155,15 +157,17 @@ class Directory {
   bool has_locks() const { return has_locks_; }
 
  private:
-  Directory(int fd, std::string path);
+  Directory(int fd, std::string path, bool is_local);
   Result<bool> lock(int kind);
   Result<bool> try_flock(int fd, int kind);
   Result<bool> lock_file(int kind);
+  /// Returns true if the entry with this name is the open file.
+  Result<bool> is_entry(int fd, const std::string& name) const;
   void unlock();
   void close_lock_file();
 
   int fd_ = -1;
-  bool is_local_ = true;
+  bool is_local_;
   int lock_fd_ = -1;          // kLockName; -1: not open
   bool is_writable_ = false;  // lock_fd_ can write, which NFS requires for the exclusive lock
   pid_t locked_by_ = 0;       // process that took the lock

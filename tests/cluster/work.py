@@ -115,18 +115,22 @@ def replace_step(root: str) -> int:
 
 
 def replace_model(root: str) -> list[str]:
-    """Saves a model, and replaces it. Returns the names beneath the root, as the first host sees
-    them."""
+    """Saves a model, and replaces it. Loads it by its path and through a link. Returns the names
+    beneath the root, as the first host sees them."""
     options = WriteOptions(overwrite=True)
     for seed in (1, 2):
         state = tensors_of(state_of(seed))
         torch_ckpt.save(state, f"{root}/model", format="safetensors", options=options)
-        loaded = tensors_of(blank())
-        torch_ckpt.load(loaded, f"{root}/model")
-        assert_equal(loaded, state)
+        if dist.get_rank() == 0 and seed == 1:
+            os.symlink("model", f"{root}/link")
+        dist.barrier()
+        for name in ("link", "model"):
+            loaded = tensors_of(blank())
+            torch_ckpt.load(loaded, f"{root}/{name}")
+            assert_equal(loaded, state)
         dist.barrier()
     # The client of another host may list names of removed directories.
-    return os.listdir(root) if dist.get_rank() == 0 else []
+    return sorted(os.listdir(root)) if dist.get_rank() == 0 else []
 
 
 def run_manager(root: str) -> list[int]:

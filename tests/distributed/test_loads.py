@@ -612,8 +612,17 @@ def case_ranks_wait_until_all_of_them_see_the_newest_save(launch: Launch) -> Non
         mock.patch.object(LocalFolder, "read", read),
         mock.patch.object(_core.Directory, "is_local", False),
     ):
-        torch_ckpt.load(state, path)
+        torch_ckpt.load(state, path, names=iter(["w"]))
     assert state["w"][0].tolist() == [2.0] * 3
+
+
+def case_ranks_load_a_root_that_is_local_on_one_host_only(launch: Launch) -> None:
+    root = launch.path("run")
+    on_rank_0(launch, lambda: saved(LocalSteps(root), 1))
+    state = {"w": torch.zeros(5, 3)}
+    with mock.patch.object(_core.Directory, "is_local", launch.rank == 0):
+        torch_ckpt.load(state, root)
+    assert state["w"][0].tolist() == [1.0] * 3
 
 
 test_on_ranks = on_ranks(globals())

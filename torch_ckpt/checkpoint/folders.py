@@ -70,6 +70,7 @@ class LocalFolder(OpenDirectory):
             Unsafe: it is a link.
         """
         path = os.path.join(self.path, name)
+        self.refresh(name)
         try:
             stream = open(name, "rb", opener=self.open_for_read)  # noqa: SIM115
         except ValueError:

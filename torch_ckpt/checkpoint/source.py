@@ -54,6 +54,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 
+#: Pairs of a question and an answer, as strings.
+Facts = tuple[tuple[str, str], ...]
+
+
 class RemoteMetadata(NamedTuple):
     """The metadata of a checkpoint beneath a URL, as a rank has read it.
 
@@ -64,7 +68,7 @@ class RemoteMetadata(NamedTuple):
     """
 
     location: str
-    resolved: tuple[str, str] | None
+    resolved: Facts
     version: Version
     data: bytes
 
@@ -91,10 +95,9 @@ class Source:
         directory: the open directory, or the objects beneath a URL; None if it is closed.
         location: path of the checkpoint directory or of the safetensors file, or the URL. If
             ``path`` is a run's root, this is the step's directory.
-        resolved: the path, and what it has led to: the directory for a root or a step number, with
-            a digest of the metadata on a network file system, or the version of the metadata for a
-            URL. Ranks of a load that open the same path must find the same. None if there is
-            nothing to compare.
+        resolved: what the path has led to: the directory for a root or a step number, the version
+            of the metadata for a URL, a digest of the metadata on a network file system. Ranks of a
+            load that have the same question must have the same answer.
         index: the index of the checkpoint; None if the caller of ``dcp.load`` passed the metadata.
         safetensors: the contents of safetensors files, if the checkpoint consists of these.
         tables: the checksum tables, or the index that has them.
@@ -126,7 +129,7 @@ class Source:
         self.narrowed: Conversions = {}
         self.bytes_moved = 0
         self.directory: Folder | None = None
-        self.resolved: tuple[str, str] | None = None
+        self.resolved: Facts = ()
         self.index: _core.CheckpointIndex | None = None
         self.safetensors: _core.SafetensorsFiles | None = None
         self.tables: _core.CheckpointIndex | dict[str, bytes] = {}
@@ -222,25 +225,24 @@ class Source:
         # Only a root or a step number must be resolved to the same directory on all ranks: a newer
         # step may be completed before the next rank looks for the newest one.
         given = os.fspath(self.path).rstrip("/") if is_remote else str(Path(self.path))
-        self.resolved = None if self.location == given else (given, self.location)
+        self.resolved = () if self.location == given else ((given, self.location),)
         name = next((name for name in names if folder.contains(name)), names[0])
         self.has_all_ranks = name == METADATA_NAME
         if file is None:
             data = metadata_bytes_in(folder, name)
             if isinstance(folder, RemoteFolder):
-                self.resolved = given, f"{self.location} {folder.versions[name]}"
+                self.resolved = ((given, f"{self.location} {folder.versions[name]}"),)
             elif self.may_be_stale and self.has_all_ranks:
-                self.resolved = given, f"{self.location} {_digest_of(data).hex()}"
+                self.resolved += ((f"metadata of {given}", _digest_of(data).hex()),)
             return data, os.path.join(folder.path, name)
         self.safetensors = read_safetensors(folder, file)
         # Models of the same architecture have equal headers, so include the path.
         files = [(f.name, f.bytes, f.header_crc) for f in self.safetensors.files]
         path = self.location if is_remote else os.path.realpath(self.location)
-        contents = path, files, self.safetensors.index.tables()
-        data = repr(contents).encode(errors="surrogatepass")
+        contents = _text_of((files, self.safetensors.index.tables()))
         if self.may_be_stale:
-            self.resolved = given, f"{self.location} {_digest_of(data).hex()}"
-        return data, self.location
+            self.resolved += ((f"metadata of {given}", _digest_of(contents).hex()),)
+        return _text_of(path) + contents, self.location
 
     def metadata(self) -> Metadata:
         """Returns the metadata, decoded into torch's objects."""
@@ -422,6 +424,10 @@ class Source:
             io.BytesIO(data),
         )
         return stream.read(-1)
+
+
+def _text_of(value: object) -> bytes:
+    return repr(value).encode(errors="surrogatepass")
 
 
 def _digest_of(data: bytes) -> bytes:

@@ -309,5 +309,6 @@ def _time_until(look: Callable[[], str]) -> tuple[float, str]:
 
 
 def _read(directory: OpenDirectory, name: str) -> bytes:
+    directory.refresh(name)  # as loads do
     with open(name, "rb", opener=directory.open_for_read) as stream:
         return stream.read()

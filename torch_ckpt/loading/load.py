@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import closing
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -130,31 +130,32 @@ def load(
     if planner is not None:
         is_strict = bool(strict) and names is None and rename is None and not free_before_read
         return load_by_dcp(state_dict, source_of, planner, ranks, process_group, is_strict)
+    # A load may be repeated.
+    names = None if names is None else reusable(names)
+    rename = None if rename is None else reusable(rename)
     try:
-        with ExitStack() as stack, ranks:
+        with ranks:
             states = States(state_dict)
             deadline = time.monotonic() + STALE_SECONDS
             while True:
-                source = source_of()
-                stack.callback(source.close)
-                if free_before_read and source.options.read_once:
-                    raise ValueError("Pass either free_before_read or read_once, not both.")
-                run = LoadRun(
-                    source, ranks, states, names, rename, restores_structure=restores_structure
-                )
-                try:
-                    if free_before_read:
-                        run.run_freeing(strict)
-                    else:
-                        run.run(strict, process_group)
-                    break
-                except CheckpointFailed as error:
-                    if free_before_read or not run.has_stale_root(error, deadline):
-                        raise
-                    time.sleep(PAUSE_SECONDS)
-            if source.narrowed:
-                warn_of_lost_precision(source.narrowed)
-            return run.report
+                with closing(source_of()) as source:
+                    if free_before_read and source.options.read_once:
+                        raise ValueError("Pass either free_before_read or read_once, not both.")
+                    run = LoadRun(
+                        source, ranks, states, names, rename, restores_structure=restores_structure
+                    )
+                    try:
+                        if free_before_read:
+                            run.run_freeing(strict)
+                        else:
+                            run.run(strict, process_group)
+                        if source.narrowed:
+                            warn_of_lost_precision(source.narrowed)
+                        return run.report
+                    except CheckpointFailed as error:
+                        if free_before_read or not run.has_stale_source(error, deadline):
+                            raise
+                time.sleep(PAUSE_SECONDS)
     except CheckpointFailed as error:
         # Drop the frames, which only show the exchange between ranks. The causes keep their own.
         raise error.with_traceback(None) from error.__cause__
@@ -235,9 +236,9 @@ class LoadRun:
         else:
             self._restore_all(match)
 
-    def has_stale_root(self, error: CheckpointFailed, deadline: float) -> bool:
-        """After a failed comparison, returns True on all ranks if the newest step of a root on a
-        network file system differs between ranks.
+    def has_stale_source(self, error: CheckpointFailed, deadline: float) -> bool:
+        """After a failed comparison, returns True on all ranks if ranks have read different saves
+        from a network file system.
 
         Args:
             error: the error of :meth:`run`.

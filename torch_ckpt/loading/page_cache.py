@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_ckpt import _core
 from torch_ckpt._base.machine import boot_id
+from torch_ckpt.checkpoint.source import Facts
 from torch_ckpt.errors import CheckpointError
 
 #: Bytes that the ranks read, relative to the different bytes.
@@ -45,7 +46,7 @@ class RankReads:
 
     bytes: int = 0
     digest: int = 0
-    resolved: tuple[str, str] | None = None
+    resolved: Facts = ()
     machine: str = field(default_factory=boot_id)
 
     @classmethod
@@ -53,7 +54,7 @@ class RankReads:
         cls,
         items: Iterable[ReadItem],
         index: _core.CheckpointIndex,
-        resolved: tuple[str, str] | None = None,
+        resolved: Facts = (),
     ) -> RankReads:
         """Describes the tensors in a plan of torch's planner."""
         total, digest = 0, 0
@@ -87,9 +88,9 @@ def want_same_bytes(ranks: Sequence[RankReads], stored_bytes: int | None, title:
     Raises:
         DifferentSaves: ranks have opened different checkpoints.
     """
-    of_path: dict[str, str] = {}
-    pairs = [reads.resolved for reads in ranks if reads.resolved is not None]
-    if any(of_path.setdefault(path, found) != found for path, found in pairs):
+    answers: dict[str, str] = {}
+    facts = {fact for reads in ranks for fact in reads.resolved}
+    if any(answers.setdefault(question, answer) != answer for question, answer in facts):
         raise DifferentSaves(
             f"{title}: ranks have read the metadata of different saves, because the checkpoint was "
             "replaced or a newer step was saved while the load started; load again"
