@@ -200,7 +200,7 @@ def main() -> None:
             continue
         with (
             tempfile.TemporaryDirectory() as directory,
-            hosts.cluster(kind, Path(directory)) as cluster,
+            hosts.cluster(kind, Path(directory), keeps_removed=False) as cluster,
         ):
             # Not the functions of __main__, which the ranks could not import.
             from benchmarks.cluster import measure as saves_and_loads

@@ -23,7 +23,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -382,18 +381,14 @@ def _networks(count: int) -> Iterator[tuple[dict[str, str], str]]:
 
 @contextmanager
 def _juicefs(
-    directory: Path, mounts: Sequence[Path], _address: str, *, trash_days: int = 0
+    directory: Path, mounts: Sequence[Path], _address: str, keeps_removed: bool
 ) -> Iterator[list[Client]]:
-    """Mounts one JuiceFS, whose metadata is in a database and whose data is in files.
-
-    Args:
-        trash_days: time for which removed files are kept. Clients can read them until then.
-    """
+    """Mounts one JuiceFS, whose metadata is in a database and whose data is in files."""
     command = program("juicefs")
     assert command is not None
     metadata = f"sqlite3://{directory / 'metadata.db'}"
     store = ["--storage", "file", "--bucket", f"{directory / 'store'}/"]
-    store += ["--trash-days", str(trash_days)]
+    store += ["--trash-days", str(int(keeps_removed))]
     with (directory / "log").open("wb") as log:
         subprocess.run(
             [command, "format", *store, metadata, "tests"], check=True, stdout=log, stderr=log
@@ -409,7 +404,9 @@ def _juicefs(
 
 
 @contextmanager
-def _sshfs(directory: Path, mounts: Sequence[Path], _address: str) -> Iterator[list[Client]]:
+def _sshfs(
+    directory: Path, mounts: Sequence[Path], _address: str, _keeps_removed: bool
+) -> Iterator[list[Client]]:
     """Mounts one directory by sshfs, which connects to sftp servers without ssh."""
     exported = directory / "exported"
     exported.mkdir()
@@ -434,7 +431,9 @@ def _sshfs(directory: Path, mounts: Sequence[Path], _address: str) -> Iterator[l
 
 
 @contextmanager
-def _moosefs(directory: Path, mounts: Sequence[Path], address: str) -> Iterator[list[Client]]:
+def _moosefs(
+    directory: Path, mounts: Sequence[Path], address: str, keeps_removed: bool
+) -> Iterator[list[Client]]:
     """Mounts one MooseFS, with a master and a chunk server."""
     ports = {name: free_port() for name in ("MATOML", "MATOCS", "MATOCL", "CSSERV")}
     chunks = directory / "chunks"
@@ -476,8 +475,8 @@ def _moosefs(directory: Path, mounts: Sequence[Path], address: str) -> Iterator[
             for mount in mounts
         ]
         with _started(clients):
-            # Otherwise, deleted files stay on this machine's disk for a day.
-            subprocess.run(["mfssettrashtime", "0", str(mounts[0])], check=True, stdout=log)
+            seconds = str(86_400 * keeps_removed)
+            subprocess.run(["mfssettrashtime", seconds, str(mounts[0])], check=True, stdout=log)
             yield clients
 
 
@@ -493,7 +492,9 @@ def _wait_for_port(address: str, port: int) -> None:
 
 
 @contextmanager
-def _one_disk(directory: Path, mounts: Sequence[Path], _address: str) -> Iterator[list[Client]]:
+def _one_disk(
+    directory: Path, mounts: Sequence[Path], _address: str, _keeps_removed: bool
+) -> Iterator[list[Client]]:
     """Gives all hosts the same directory of this machine, whose locks all of them see."""
     exported = directory / "exported"
     exported.mkdir()
@@ -505,7 +506,9 @@ def _one_disk(directory: Path, mounts: Sequence[Path], _address: str) -> Iterato
 
 
 @contextmanager
-def _local(_directory: Path, _mounts: Sequence[Path], _address: str) -> Iterator[list[Client]]:
+def _local(
+    _directory: Path, _mounts: Sequence[Path], _address: str, _keeps_removed: bool
+) -> Iterator[list[Client]]:
     """Gives each host a directory of its own."""
     yield []
 
@@ -522,7 +525,6 @@ def _started(clients: Sequence[Client]) -> Iterator[None]:
 
 _KINDS = {
     "juicefs": _juicefs,
-    "juicefs with a trash": partial(_juicefs, trash_days=1),
     "sshfs": _sshfs,
     "moosefs": _moosefs,
     "one disk": _one_disk,
@@ -538,7 +540,7 @@ def lacking(kind: str) -> str:
         return "iproute2"
     if kind not in ("one disk", "local") and not os.path.exists("/dev/fuse"):
         return "/dev/fuse"
-    if kind.startswith("juicefs") and program("juicefs") is None:
+    if kind == "juicefs" and program("juicefs") is None:
         return "juicefs"
     if kind == "sshfs" and not (shutil.which("sshfs") and os.path.exists(_SFTP_SERVER)):
         return "sshfs and openssh-sftp-server"
@@ -548,12 +550,16 @@ def lacking(kind: str) -> str:
 
 
 @contextmanager
-def cluster(kind: str, directory: Path, hosts: int = 2) -> Iterator[Cluster]:
+def cluster(
+    kind: str, directory: Path, hosts: int = 2, *, keeps_removed: bool = True
+) -> Iterator[Cluster]:
     """Starts hosts that share a file system, or have local ones, during a block.
 
     Args:
-        kind: "juicefs", "juicefs with a trash", "moosefs", "sshfs", "one disk" or "local".
+        kind: "juicefs", "moosefs", "sshfs", "one disk" or "local".
         directory: an empty directory.
+        keeps_removed: JuiceFS and MooseFS keep removed files for a day, as they do by default. A
+            client whose cache has such a file can still read it.
     """
     path = directory / "shared"
     path.mkdir()
@@ -563,7 +569,7 @@ def cluster(kind: str, directory: Path, hosts: int = 2) -> Iterator[Cluster]:
         mounts[-1].mkdir(parents=True)
     with (
         _networks(hosts) as (networks, address),
-        _KINDS[kind](directory, mounts, address) as clients,
+        _KINDS[kind](directory, mounts, address, keeps_removed) as clients,
     ):
         names = [f"{each} host{number}" for number, each in enumerate(networks.values())]
         (directory / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))

@@ -18,9 +18,6 @@ pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 SHARED = ["juicefs", "sshfs", "moosefs"]
 
-# A client of JuiceFS that has not seen a replacement finds the former files in the trash.
-REPLACING = [*SHARED, "juicefs with a trash"]
-
 OVERWRITES = 100 if TORTURE else 10
 
 
@@ -51,12 +48,12 @@ def test_a_manager_of_two_hosts_saves_deletes_and_restores(hosts: Cluster) -> No
     assert hosts.run(work.run_manager, str(hosts.path)) == [[3, 4], [3, 4]]
 
 
-@pytest.mark.parametrize("hosts", REPLACING, indirect=True)
+@pytest.mark.parametrize("hosts", SHARED, indirect=True)
 def test_a_step_that_two_hosts_have_replaced_has_the_new_values(hosts: Cluster) -> None:
     assert hosts.run(work.replace_step, str(hosts.path)) == [1, 1]
 
 
-@pytest.mark.parametrize("hosts", REPLACING, indirect=True)
+@pytest.mark.parametrize("hosts", SHARED, indirect=True)
 def test_a_model_that_two_hosts_have_replaced_leaves_nothing(hosts: Cluster) -> None:
     assert hosts.run(work.replace_model, f"{hosts.path}/models") == [["link", "model"], []]
 
@@ -66,7 +63,7 @@ def test_versions_of_two_hosts_are_published_and_deleted(hosts: Cluster) -> None
     assert hosts.run(work.publish_and_load, str(hosts.path)) == [[2, 3], [2, 3]]
 
 
-@pytest.mark.parametrize("hosts", REPLACING, indirect=True)
+@pytest.mark.parametrize("hosts", SHARED, indirect=True)
 def test_a_load_after_an_overwriting_save_has_the_new_values(hosts: Cluster) -> None:
     assert hosts.run(work.overwrite_and_load, f"{hosts.path}/checkpoint", OVERWRITES) == [[], []]
 
