@@ -41,6 +41,7 @@ from torch_ckpt.errors import NotCommitted
 from torch_ckpt.events import Event
 from torch_ckpt.manager import Preemption, SaveOptions, schedule
 from torch_ckpt.multihost import RanksDisagree
+from torch_ckpt.ranks import step_agreement
 
 # Seconds after which an absent rank is declared dead.
 SHORT = 2.0
@@ -61,7 +62,11 @@ def case_ranks_with_different_clocks_save_at_the_same_steps(launch: Launch) -> N
     found: list[int] = []
     step = 0
     interval = timedelta(seconds=0.05)
-    with replaced(schedule, "time", clock), manager_of(launch, interval=interval) as made:
+    with (
+        replaced(step_agreement, "time", clock),
+        replaced(schedule, "time", clock),
+        manager_of(launch, interval=interval) as made,
+    ):
         # Until rank 0 has saved a few times, which all ranks notice in the same step.
         while len(found) < 3:
             step += 1
@@ -73,21 +78,6 @@ def case_ranks_with_different_clocks_save_at_the_same_steps(launch: Launch) -> N
         assert gathered(launch, found) == [found] * launch.size
     dist.barrier()
     assert made.all_steps() == found
-
-
-def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
-    with manager_of(launch, saves=SaveOptions(if_busy="skip", async_saves=False)) as made:
-        for step in range(1, 6):
-            assert made.save(step, state_of(launch, step))
-            # Rank 0 must notice at the next step that it has ended.
-            dist.barrier()
-        made._deletions.wait_until_idle()
-        dist.barrier()
-        decisions = made._schedule.decisions
-        assert decisions.count == 5
-        if launch.size > 1 and launch.rank == 0:
-            keys = decisions._group.keys("")
-            assert not any(keys.check([str(number)]) for number in range(decisions.count))
 
 
 def case_a_busy_save_is_skipped_on_all_ranks(launch: Launch) -> None:

@@ -24,7 +24,6 @@ from typing import TypeVar
 from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.events import Event
-from torch_ckpt.ranks.failures import causes
 from torch_ckpt.steps import StepInfo, StepStore
 from torch_ckpt.steps.retention import Retention
 
@@ -115,18 +114,14 @@ class Deletions:
         attempt."""
         self._thread.submit(self._sweep, attempt)
 
-    def after_commit(self, step: int, clean_up: Callable[[], None]) -> None:
+    def after_commit(self, step: int) -> None:
         """Queues the deletion of stale steps and of steps that no rule keeps.
 
         Args:
             step: the step that was saved; later steps are kept.
-            clean_up: called first, on the deleting thread, to remove the keys of past decisions
-                from the process group's store.
         """
         self._newest = step
-        # submit() raises this while the interpreter exits. The next run will delete the steps.
-        with suppress(RuntimeError):
-            self._thread.submit(self._after_commit, step, clean_up)
+        self.repeat()
 
     def repeat(self) -> None:
         """Queues the same deletions as after the last save or restore of this run.
@@ -135,6 +130,7 @@ class Deletions:
         has not reached again.
         """
         if self._newest is not None:
+            # submit() raises this while the interpreter exits. The next run will delete the steps.
             with suppress(RuntimeError):
                 self._thread.submit(self._delete_unkept_or_log, self._newest)
 
@@ -191,15 +187,6 @@ class Deletions:
                 f"{', '.join(names)}"
             )
             self._report(Event("leftovers", -1, 0, seconds, message=message))
-
-    def _after_commit(self, step: int, clean_up: Callable[[], None]) -> None:
-        try:
-            clean_up()
-        except Exception as error:
-            LOGGER.warning(
-                "keys could not be removed from the process group's store: %s", causes(error)
-            )
-        self._delete_unkept_or_log(step)
 
     def _delete_unkept_or_log(self, newest: int) -> None:
         try:

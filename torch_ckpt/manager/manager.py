@@ -242,7 +242,7 @@ class CheckpointManager:
                 self._deletions,
                 self._retention,
                 self._before_save,
-                Exports(export, group.subgroup(f"{attempt}-exports"), timeout),
+                Exports(export),
                 self._tier,
             )
             watched = None if read_only else preemption
@@ -328,12 +328,13 @@ class CheckpointManager:
             self._schedule.auto.stepped(started - self._returned_at, is_slow)
         try:
             stops = notice.reached(step)
-            is_due = self._schedule.should_save(step, lambda: self.is_saving)
+            is_export_due = not stops and saver.exports.is_due(step)
+            decision = self._schedule.decide(step, lambda: self.is_saving, is_export_due)
             if step == self._timeline.last_step:
                 # Only after the save has ended do all ranks know whether it failed.
                 saver.wait()
             is_new = step != self._timeline.last_step
-            saves = force or (is_new and (is_due or stops))
+            saves = force or (is_new and (decision.saves or stops))
             if not saves:
                 # Otherwise, only the first save that is due would detect a wrong state.
                 require_state(state)
@@ -343,7 +344,7 @@ class CheckpointManager:
                 self._has_reserved = True
                 if not saves:
                     self._reserve_memory(state)
-            exports = not stops and saver.exports.should_export(step, saves, lambda: self.is_saving)
+            exports = is_export_due and saver.exports.starts(step, saves, decision.is_idle)
             try:
                 try:
                     if exports:

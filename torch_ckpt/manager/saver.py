@@ -84,7 +84,6 @@ class Pending:
 
     Attributes:
         step: step that is being saved.
-        decision_count: number of the schedule's decisions when the save started.
         handle: handle of the save, set when the save has started.
         ended: set after the handle's future is resolved and the manager has handled the result.
         callbacks: the threads that must not wait for the save, because the save waits for them.
@@ -92,9 +91,8 @@ class Pending:
 
     handle: AsyncSave
 
-    def __init__(self, step: int, decision_count: int) -> None:
+    def __init__(self, step: int) -> None:
         self.step = step
-        self.decision_count = decision_count
         self.ended = threading.Event()
         self.callbacks = CallbackThreads()
         self._pid = os.getpid()
@@ -273,7 +271,7 @@ class Saver:
         is_checked = self._save_count % options.check_replicas_every == 0
         check_replicas = options.check_replicas if is_checked else "off"
         self._save_count += 1
-        pending = Pending(step, self.schedule.decisions.count)
+        pending = Pending(step)
         if is_last:
             self._log_expected_time(step)
 
@@ -331,7 +329,7 @@ class Saver:
         assert export is not None
         if step == exports.last_step:
             return False
-        pending = Pending(step, exports.decisions.count)
+        pending = Pending(step)
         try:
             handle = pending.handle = start(
                 # If this fails, all ranks are notified.
@@ -382,8 +380,6 @@ class Saver:
                 self.run.report(
                     Event("exported", step, rank, metrics.total_s, metrics.bytes, message, metrics)
                 )
-                if rank == 0:
-                    self.exports.decisions.delete(pending.decision_count)
             finally:
                 pending.ended.set()
 
@@ -502,8 +498,7 @@ class Saver:
         if self.tier is not None:
             self.tier.saved(step)
         if run.rank == 0:
-            clean_up = functools.partial(self.schedule.decisions.delete, pending.decision_count)
-            self.deletions.after_commit(step, clean_up)
+            self.deletions.after_commit(step)
 
     def _failed(self, step: int, error: BaseException, seconds: float) -> None:
         error = self._lost_lease(error) or error

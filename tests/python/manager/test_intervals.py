@@ -4,7 +4,6 @@ ranks."""
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt import CheckpointError
 from torch_ckpt.intervals import AutoInterval, MeasuredInterval
 from torch_ckpt.manager import SaveOptions
 from torch_ckpt.manager.policies import Interval
@@ -24,9 +21,6 @@ from torch_ckpt.ranks.group import RankGroup
 
 #: Limit in seconds for operations that should not have to wait.
 PATIENCE = 60.0
-
-#: Timeout in seconds for a rank that never arrives.
-SHORT = 0.4
 
 DAY = 86400.0
 NAN = math.nan
@@ -52,16 +46,19 @@ def schedule(
     *,
     skip_if_busy: bool = False,
     group: RankGroup | None = None,
-    timeout: float = PATIENCE,
     clock: Callable[[], float] = time.monotonic,
 ) -> Schedule:
     return Schedule(
         interval,
         SaveOptions(save_on_steps=steps, if_busy="skip" if skip_if_busy else "wait"),
         group=group or RankGroup(None, 0, 1, ""),
-        timeout=timeout,
+        timeout=PATIENCE,
         clock=clock,
     )
+
+
+def saves(made: Schedule, step: int, is_busy: Callable[[], bool]) -> bool:
+    return made.decide(step, is_busy).saves
 
 
 def idle() -> bool:
@@ -97,7 +94,7 @@ INTERVALS: dict[str, tuple[Callable[[], Schedule], Callable[[], bool], list[int]
 def test_the_interval_and_the_chosen_steps_decide_which_steps_are_saved(case: str) -> None:
     make, is_busy, expected = INTERVALS[case]
     made = make()
-    assert [step for step in range(1, 11) if made.should_save(step, is_busy)] == expected
+    assert [step for step in range(1, 11) if saves(made, step, is_busy)] == expected
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -124,7 +121,7 @@ def run(
     last = clock.now
     for step in steps:
         clock.now += seconds
-        if made.should_save(step, idle):
+        if saves(made, step, idle):
             found.append((step, clock.now - last))
             last = clock.now
             made.save_started()
@@ -144,10 +141,10 @@ def test_fast_steps_are_decided_in_blocks_and_slow_ones_one_by_one(clock: Clock)
     # A block is half a second of steps, so a save is at most half a second late.
     assert len(saves) in (9, 10)
     assert all(10.0 - 1e-6 <= apart <= 10.5 + 1e-6 for _step, apart in saves)
-    assert made.decisions.count < 10_000 / 40
+    assert made.agreement.count < 10_000 / 40
     made = schedule(timedelta(seconds=10), clock=clock)
     run(made, clock, range(1, 101), seconds=1.0)
-    assert made.decisions.count == 100
+    assert made.agreement.count == 100
 
 
 def test_blocks_shrink_soon_when_steps_become_slow(clock: Clock) -> None:
@@ -168,9 +165,9 @@ def test_rewound_training_is_saved_again(clock: Clock) -> None:
 def test_a_skipping_schedule_saves_nothing_while_a_save_is_running(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), skip_if_busy=True, clock=clock)
     clock.now += 11
-    assert not made.should_save(1, busy)
+    assert not saves(made, 1, busy)
     clock.now += 1
-    assert made.should_save(2, idle)
+    assert saves(made, 2, idle)
 
 
 # --- Young and Daly ------------------------------------------------------------------------------
@@ -254,16 +251,16 @@ def test_other_overheads_and_times_between_failures_are_refused(
 def test_the_first_save_starts_at_once_and_its_cost_schedules_the_next(clock: Clock) -> None:
     made = schedule("auto", clock=clock)
     assert made.auto is not None
-    assert made.should_save(1, idle)
+    assert saves(made, 1, idle)
     made.save_started()
     # While the first save is running, the cost of a save is unknown.
     clock.now += 100
-    assert not made.should_save(2, busy)
+    assert not saves(made, 2, busy)
     made.auto.saved(3.0, 0.5)
     clock.now += math.sqrt(2 * 3.0 * DAY) - 100 - 1
-    assert not made.should_save(3, idle)
+    assert not saves(made, 3, idle)
     clock.now += 1.5
-    assert made.should_save(4, idle)
+    assert saves(made, 4, idle)
 
 
 # --- ranks ---------------------------------------------------------------------------------------
@@ -273,12 +270,10 @@ def schedules(
     store: dist.Store,
     size: int,
     interval: Interval,
-    *,
-    timeout: float = PATIENCE,
     **options: Any,
 ) -> list[Schedule]:
     return [
-        schedule(interval, group=RankGroup(store, rank, size, "test"), timeout=timeout, **options)
+        schedule(interval, group=RankGroup(store, rank, size, "test"), **options)
         for rank in range(size)
     ]
 
@@ -300,13 +295,13 @@ def test_all_ranks_save_at_the_steps_that_rank_0_chooses(any_store: dist.Store) 
     def work(_rank: int, one: Schedule) -> list[int]:
         found = []
         for step in range(1, 40):
-            if one.should_save(step, idle):
+            if saves(one, step, idle):
                 found.append(step)
                 one.save_started()
         return found
 
     assert together(made, work) == [[1]] * 3
-    assert len({one.decisions.count for one in made}) == 1
+    assert len({one.agreement.count for one in made}) == 1
 
 
 def test_ranks_that_are_busy_at_other_steps_follow_rank_0(store: dist.Store) -> None:
@@ -315,98 +310,9 @@ def test_ranks_that_are_busy_at_other_steps_follow_rank_0(store: dist.Store) -> 
     of_rank = [[busy, idle, busy, idle, idle, busy, idle, busy], [idle, busy] * 4]
 
     def work(rank: int, one: Schedule) -> list[int]:
-        return [
-            s for s, state in zip(steps, of_rank[rank], strict=True) if one.should_save(s, state)
-        ]
+        return [s for s, state in zip(steps, of_rank[rank], strict=True) if saves(one, s, state)]
 
     assert together(made, work) == [[2, 4], [2, 4]]
-
-
-def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
-    rank_0, rank_1 = schedules(store, 2, timedelta(hours=1))
-    rank_0._last_start -= 7200
-    asked = threading.Event()
-
-    class Noticing:
-        """The store as rank 1 uses it."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
-
-        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-            asked.set()
-            return store.compare_set(key, expected, desired)
-
-    rank_1.decisions._group.keys = lambda below: Noticing()  # type: ignore[assignment,method-assign,return-value]
-    rank_0.decisions._group.keys = lambda below: store  # type: ignore[method-assign]
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(rank_1.should_save, 1, idle)
-        assert asked.wait(PATIENCE)
-        assert not ahead.done()
-        assert rank_0.should_save(1, idle)
-        assert ahead.result(PATIENCE)
-
-
-def test_within_a_block_no_rank_reads_the_store(store: dist.Store) -> None:
-    made = schedules(store, 2, timedelta(hours=1))
-    together(made, lambda _rank, one: [one.should_save(step, idle) for step in range(1, 2000)])
-    assert made[0].decisions.count < 100
-    before = made[1].decisions.count
-    # Rank 0 does not run now, so it cannot decide.
-    block = made[1].decisions._block
-    inside = range(1999, block.stop)
-    assert [made[1].should_save(step, idle) for step in inside] == [False] * len(inside)
-    assert made[1].decisions.count == before
-
-
-def test_a_rank_at_another_step_raises(store: dist.Store) -> None:
-    made = schedules(store, 2, timedelta(hours=1))
-    outcomes = together(made, lambda rank, one: one.should_save(5 + rank, idle))
-    assert outcomes[0] is False
-    assert isinstance(outcomes[1], CheckpointError)
-    assert "rank 1 is at step 6, but rank 0 is at step 5" in str(outcomes[1])
-
-
-def failure_of(rank_1: Schedule) -> tuple[int, BaseException]:
-    """Returns the rank that rank 1 holds responsible for its failed decision, and the cause."""
-    with pytest.raises(CheckpointException) as caught:
-        rank_1.should_save(1, idle)
-    [(rank, (cause, _stack))] = caught.value.failures.items()
-    return rank, cause
-
-
-def test_a_missing_rank_0_is_named(store: dist.Store) -> None:
-    _rank_0, rank_1 = schedules(store, 2, timedelta(hours=1), timeout=SHORT)
-    rank, cause = failure_of(rank_1)
-    assert rank == 0
-    assert isinstance(cause, TimeoutError)
-    assert "rank 0 sent no heartbeat for 0.4 s during 'save decision'" in str(cause)
-
-
-def test_a_lost_store_is_an_error_of_the_rank_itself() -> None:
-    class Lost:
-        def compare_set(self, *_: str) -> bytes:
-            raise RuntimeError("connection reset by peer")
-
-    rank_1 = schedule(timedelta(hours=1), group=RankGroup(dist.HashStore(), 1, 2, "test"))
-    rank_1.decisions._group.keys = lambda below: Lost()  # type: ignore[assignment,method-assign,return-value]
-    rank, cause = failure_of(rank_1)
-    assert rank == 1
-    assert isinstance(cause, ConnectionError)
-
-
-def test_decisions_that_all_ranks_have_read_are_deleted(store: dist.Store) -> None:
-    made = schedules(store, 2, 1, skip_if_busy=True)
-    before = store.num_keys()
-    together(made, lambda _rank, one: [one.should_save(step, idle) for step in range(1, 11)])
-    assert store.num_keys() == before + 10
-    made[0].decisions.delete(7)
-    assert store.num_keys() == before + 3
-    made[0].decisions.delete(7)
-    made[0].decisions.delete(made[0].decisions.count)
-    assert store.num_keys() == before
-    # Decisions continue with the next number.
-    assert together(made, lambda _rank, one: one.should_save(11, idle)) == [True, True]
 
 
 def test_schedules_of_two_managers_are_independent(store: dist.Store) -> None:
@@ -417,9 +323,23 @@ def test_schedules_of_two_managers_are_independent(store: dist.Store) -> None:
 
     def work(rank: int, _schedule: Schedule) -> list[bool]:
         first, second = both[rank]
-        return [first.should_save(1, busy), second.should_save(1, idle), first.should_save(2, idle)]
+        return [saves(first, 1, busy), saves(second, 1, idle), saves(first, 2, idle)]
 
     assert together(one, work) == [[False, True, True]] * 2
+
+
+def test_rank_0_decides_whether_it_is_idle_at_the_first_step_of_a_block(store: dist.Store) -> None:
+    made = schedules(store, 2, 2)
+
+    def work(rank: int, one: Schedule) -> list[tuple[bool, bool]]:
+        return [tuple(one.decide(step, (idle, busy)[rank], asks_idle=True)) for step in (1, 2)]
+
+    assert together(made, work) == [[(False, True), (True, True)]] * 2
+
+
+def test_a_rank_that_does_not_ask_whether_rank_0_is_idle_makes_no_request() -> None:
+    lost = schedule(2, group=RankGroup(None, 1, 2, "test"))
+    assert [lost.decide(step, idle) for step in (1, 2)] == [(False, False), (True, False)]
 
 
 # --- failures ------------------------------------------------------------------------------------

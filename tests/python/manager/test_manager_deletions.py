@@ -180,20 +180,6 @@ def deletions(
     return Deletions(store, Retention(keep_last=1), forward)
 
 
-@pytest.mark.parametrize("error", [OSError("the store is gone"), RuntimeError("it is over")])
-def test_keys_that_cannot_be_removed_are_logged_and_block_no_deletion(
-    error: Exception, store: LocalSteps, caplog: pytest.LogCaptureFixture
-) -> None:
-    def forget() -> None:
-        raise error
-
-    made = deletions(store)
-    made.after_commit(2, forget)
-    made.close()
-    assert listed(store) == TWO
-    assert str(error) in caplog.text
-
-
 @contextmanager
 def read_elsewhere(store: LocalSteps) -> Iterator[None]:
     with closing(OpenDirectory(store.path_of(1))) as reader:
@@ -205,10 +191,10 @@ def read_elsewhere(store: LocalSteps) -> Iterator[None]:
 def test_a_step_being_read_stays_until_a_later_save(store: LocalSteps, is_elsewhere: bool) -> None:
     made = deletions(store)
     with read_elsewhere(store) if is_elsewhere else made.reading(1):
-        made.after_commit(2, lambda: None)
+        made.after_commit(2)
         made.wait_until_idle()
         assert listed(store) == ONE + TWO
-    made.after_commit(2, lambda: None)
+    made.after_commit(2)
     made.close()
     assert listed(store) == TWO
 
@@ -216,7 +202,7 @@ def test_a_step_being_read_stays_until_a_later_save(store: LocalSteps, is_elsewh
 def test_a_callback_of_a_deletion_runs_further_work_at_once(store: LocalSteps) -> None:
     seen: list[list[tuple[int, str]]] = []
     made = deletions(store, lambda _event: made.run_in_order(lambda: seen.append(listed(store))))
-    made.after_commit(2, lambda: None)
+    made.after_commit(2)
     made.close()
     assert seen == [TWO]
 
@@ -225,9 +211,9 @@ def test_a_callback_of_another_managers_deletion_waits_for_the_thread(tmp_path: 
     one, other = steps(tmp_path / "one"), steps(tmp_path / "other")
     seen: list[list[tuple[int, str]]] = []
     here = deletions(one)
-    here.after_commit(2, lambda: None)
+    here.after_commit(2)
     elsewhere = deletions(other, lambda _event: here.run_in_order(lambda: seen.append(listed(one))))
-    elsewhere.after_commit(2, lambda: None)
+    elsewhere.after_commit(2)
     elsewhere.close()
     here.close()
     assert seen == [TWO]

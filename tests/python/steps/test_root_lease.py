@@ -302,7 +302,7 @@ def test_a_run_that_was_taken_over_changes_nothing_after_the_other_run_has_ended
             assert first.save_errors == 3
             with pytest.raises(RootInUse, match=text):
                 first.delete(2)
-            first._deletions.after_commit(4, lambda: None)
+            first._deletions.after_commit(4)
             first._deletions.wait_until_idle()
             assert contents(root) == unchanged
     assert state_of_lease(root) == "released"
