@@ -130,8 +130,11 @@ def _open_file(
     if format != "safetensors":
         raise CheckpointError(f"{path} is not a directory{_about_file(path, format, opener)}")
     # Follow links, because the caller chose the path.
-    folder, name = os.path.split(path if is_url(path) else os.path.realpath(path))
-    return OpenCheckpoint(opener(folder), path, name)
+    directory, name = os.path.split(path if is_url(path) else os.path.realpath(path))
+    folder = opener(directory)
+    if isinstance(folder, LocalFolder):
+        folder.refresh(name)
+    return OpenCheckpoint(folder, path, name)
 
 
 def _newest_if_root(path: str, folder: Folder, names: list[str], opener: _Opener) -> Folder:

@@ -152,6 +152,25 @@ def test_a_silent_connection_delays_no_other_one(
         assert receive(receiver, 1) == b"a"
 
 
+def test_a_connection_that_stays_silent_is_closed(listener: Listener) -> None:
+    _addresses, port, _secret = pickle.loads(listener.address)
+    with (
+        mock.patch.object(streams, "_CONNECT_SECONDS", 0.05),
+        socket.create_connection(("127.0.0.1", port)) as stranger,
+    ):
+        stranger.settimeout(TIMEOUT)
+        assert len(streams.read_exactly(stranger, 32)) == 32  # the number to prove
+        assert stranger.recv(1) == b""
+
+
+def test_bytes_that_arrive_after_the_deadline_are_refused() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        other.sendall(b"ab")
+        with pytest.raises(TimeoutError, match="the other side is too slow"):
+            streams.read_exactly(one, 2, deadline=0.0)
+
+
 def test_the_next_address_is_tried(listener: Listener, threads: ThreadPoolExecutor) -> None:
     _addresses, port, secret = pickle.loads(listener.address)
     found = pickle.dumps((["host.invalid", "127.0.0.1"], port, secret))
