@@ -141,8 +141,13 @@ Result<bool> have_equal_bytes(const os::File& one, const os::File& other) {
 Result<bool> remove_unused(const os::Directory& parent, const std::string& name) {
   auto opened = parent.open_directory(name);
   if (!opened) return opened.error();
+  const auto identity = opened->identity();
+  if (!identity) return identity.error();
   auto locked = opened->try_lock_exclusive();
   if (!locked || !*locked) return locked;
+  // A save may have published the directory before it was locked.
+  auto is_unused = parent.leads_to(name, *identity);
+  if (!is_unused || !*is_unused) return is_unused;
   auto removed = opened->remove_lock_file();
   if (removed) removed = parent.remove_tree(name);
   return removed ? locked : removed.error();
@@ -291,9 +296,9 @@ Result<> ModelSave::link_unchanged(const os::Directory& base, bool sync, Warning
 
 PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
   const PublishMode mode{.sync = sync, .replace = may_replace_};
-  auto identity = directory_.identity();
-  if (!identity) return {PublishState::not_published, identity.error()};
-  Publication publication{temporary_, name_, {}, *identity};
+  // Without an identity: no other process uses the temporary name, and a directory that has the
+  // final name after the rename may be one that another save has published since.
+  Publication publication{temporary_, name_, {}, {}};
   auto is_present = parent_.contains(name_);
   if (!is_present) return {PublishState::not_published, is_present.error()};
   if (!*is_present || !may_replace_) {

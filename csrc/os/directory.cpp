@@ -130,15 +130,22 @@ Result<Directory> Directory::open(const std::string& path) {
   TC_FAULT("open_directory", path);
   Descriptor found(open_at(AT_FDCWD, path.c_str(), O_RDONLY));
   if (found.fd < 0 && errno != ENOENT) return system_error(errno, "open", path);
-  const bool is_local = found.fd >= 0 && is_on_local_file_system(found.fd);
-  if (is_local) return Directory(std::exchange(found.fd, -1), path, is_local);
-  // The path may be a link, so look up the directory that it leads to.
-  const std::string real_path = found.fd < 0 ? path : path_of_descriptor(found.fd);
-  look_up_again(AT_FDCWD, real_path.c_str());
+  if (found.fd >= 0 && is_on_local_file_system(found.fd)) {
+    return Directory(std::exchange(found.fd, -1), path, true);
+  }
+  look_up_again(AT_FDCWD, path.c_str());
   Descriptor fresh(open_at(AT_FDCWD, path.c_str(), O_RDONLY));
   if (fresh.fd < 0) return system_error(errno, "open", path);
-  const bool is_fresh_local = is_on_local_file_system(fresh.fd);
-  return Directory(std::exchange(fresh.fd, -1), path, is_fresh_local);
+  const std::string real_path = path_of_descriptor(fresh.fd);
+  if (real_path != path) {
+    // The path is a link, for example, so look up the directory that it leads to, too.
+    look_up_again(AT_FDCWD, real_path.c_str());
+    const int fd = open_at(AT_FDCWD, path.c_str(), O_RDONLY);
+    if (fd < 0) return system_error(errno, "open", path);
+    ::close(std::exchange(fresh.fd, fd));
+  }
+  const bool is_local = is_on_local_file_system(fresh.fd);
+  return Directory(std::exchange(fresh.fd, -1), path, is_local);
 }
 
 Result<Directory> Directory::duplicate() const {
@@ -241,6 +248,7 @@ Result<> Directory::remove_directory(const std::string& name) const {
 Result<> Directory::remove_tree(const std::string& name) const {
   const std::string path = path_of(name);
   TC_FAULT("rmtree", path);
+  refresh(name);
   const int fd = open_at(fd_, name.c_str(), O_RDONLY | O_NOFOLLOW);
   if (fd < 0) return errno == ENOENT ? Result<>() : system_error(errno, "open", path);
   const Directory tree(fd, path, is_local_);
@@ -296,6 +304,7 @@ Result<> Directory::link_from(const Directory& other, const std::string& name,
 Result<std::string> Directory::read_link(const std::string& name) const {
   const std::string path = path_of(name);
   TC_FAULT("readlink", path);
+  refresh(name);
   std::string target(PATH_MAX, 0);
   const ssize_t length = ::readlinkat(fd_, name.c_str(), target.data(), target.size());
   if (length < 0) return system_error(errno, "readlink", path);

@@ -94,9 +94,10 @@ def publish_and_load(root: str) -> list[int]:
     for number in (1, 2, 3):
         state = tensors_of(state_of(number, number % 2))
         torch_ckpt.publish(state, f"{root}/policy", number, delta=number > 1, keep=2)
-        loaded = tensors_of(blank(number % 2))
-        torch_ckpt.load(loaded, f"{root}/policy")
-        assert_equal(loaded, state)
+        for path in (f"{root}/policy", f"{root}/policy/latest"):
+            loaded = tensors_of(blank(number % 2))
+            torch_ckpt.load(loaded, path)
+            assert_equal(loaded, state)
         dist.barrier()
     return [info.step for info in open_steps(f"{root}/policy").entries(leftovers=False)]
 
@@ -111,6 +112,8 @@ def replace_step(root: str) -> int:
         manager.save(1, {"model": state_of(1)}, force=True)
         manager.wait_until_finished()
     dist.barrier()
+    [info] = open_steps(f"{root}/run").entries()
+    assert info.epoch == 2
     return restore(root)
 
 

@@ -270,6 +270,41 @@ TEST_F(ModelSaveTest, SparesASaveThatIsRunning) {
   EXPECT_EQ(siblings(), Names{"model"});
 }
 
+TEST_F(ModelSaveTest, SparesADirectoryThatGetsTheNameOfALeftover) {
+  const std::string leftover = directory_.file(".model.tmp-" + std::string(32, '0'));
+  fs::create_directory(leftover);
+  {
+    os::ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+      if (operation == "flock" && path == leftover) {
+        fs::rename(leftover, directory_.file("published"));
+        fs::create_directory(leftover);
+      }
+      return 0;
+    });
+    save_well('x');
+  }
+  EXPECT_EQ(siblings(), (Names{fs::path(leftover).filename(), "model", "published"}));
+}
+
+TEST_F(ModelSaveTest, SparesALaterSaveThatHasReplacedItRightAfterTheRename) {
+  bool is_renamed = false;
+  {
+    os::ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+      const bool is_above = path == directory_.path() || path == directory_.file("model");
+      is_renamed |= operation == "rename" && path == directory_.file("model");
+      if (is_renamed && is_above && operation != "rename" && fs::exists(directory_.file("model")) &&
+          !fs::exists(directory_.file("model/later"))) {
+        fs::remove_all(directory_.file("model"));
+        fs::create_directory(directory_.file("model"));
+        write_file(directory_.file("model/later"), "");
+      }
+      return 0;
+    });
+    save_well('x');
+  }
+  EXPECT_TRUE(fs::exists(directory_.file("model/later")));
+}
+
 TEST_F(ModelSaveTest, RemovesTheFilesOfAFailedSave) {
   auto begun = begin().value();
   ASSERT_TRUE(ok(write_data(begun, layout_of(), 'x')));

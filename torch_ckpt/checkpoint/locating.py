@@ -20,7 +20,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -129,12 +129,22 @@ def _open_file(
     format = _readable_format_of(path, storage_options)
     if format != "safetensors":
         raise CheckpointError(f"{path} is not a directory{_about_file(path, format, opener)}")
+    if is_url(path):
+        directory, name = os.path.split(path)
+        return OpenCheckpoint(opener(directory), path, name)
+    _refresh(path)
     # Follow links, because the caller chose the path.
-    directory, name = os.path.split(path if is_url(path) else os.path.realpath(path))
-    folder = opener(directory)
-    if isinstance(folder, LocalFolder):
+    real_path = os.path.realpath(path)
+    _refresh(real_path)
+    directory, name = os.path.split(real_path)
+    return OpenCheckpoint(opener(directory), path, name)
+
+
+def _refresh(path: str) -> None:
+    """Makes the client of a network file system look up a file again."""
+    directory, name = os.path.split(path)
+    with closing(LocalFolder(directory or ".")) as folder:
         folder.refresh(name)
-    return OpenCheckpoint(folder, path, name)
 
 
 def _newest_if_root(path: str, folder: Folder, names: list[str], opener: _Opener) -> Folder:

@@ -241,7 +241,9 @@ class Source:
         path = self.location if is_remote else os.path.realpath(self.location)
         contents = _text_of((files, self.safetensors.index.tables()))
         if self.may_be_stale:
-            self.resolved += ((f"metadata of {given}", _digest_of(contents).hex()),)
+            # Hosts may have mounted the file system at different paths.
+            found = _digest_of(_text_of(os.path.basename(path)) + contents)
+            self.resolved += ((f"metadata of {given}", found.hex()),)
         return _text_of(path) + contents, self.location
 
     def metadata(self) -> Metadata:

@@ -14,6 +14,7 @@ from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture, newest_o
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.steps import MARKER_NAME, StepInfo, StepStore
 from torch_ckpt.steps.retention import Retention
+from torch_ckpt.steps.step_store import info_of
 
 _OnProgress = Callable[[Progress], None] | None
 
@@ -242,7 +243,7 @@ def _show_progress(entries: Sequence[StepInfo], progress: _OnProgress) -> Iterat
 
 def _delete(store: StepStore, entry: StepInfo, report: GcReport) -> None:
     contents = store.contents(entry.name)
-    if report.dry_run or store.delete(entry.step):
+    if report.dry_run or (_is_as_listed(store, entry) and store.delete(entry.step)):
         report.deleted.append(entry)
         report.add_freed(contents)
     else:
@@ -289,3 +290,12 @@ class StepListing(Report):
         left = len(self.steps) - len(complete)
         leftovers = f", {plural(left, 'leftover')}" if left else ""
         yield f"total: {plural(len(complete), 'complete step')}{leftovers}, {size(total)}"
+
+
+def _is_as_listed(store: StepStore, entry: StepInfo) -> bool:
+    """Returns False if a run has saved the step again since the step was listed."""
+    marker = store.marker_of(entry.step)
+    if marker is None:
+        return True  # The step has been deleted.
+    found = info_of(entry.step, entry.path, marker, entry.pinned, lambda: entry.bytes)
+    return (found.saved_at, found.epoch, found.run) == (entry.saved_at, entry.epoch, entry.run)

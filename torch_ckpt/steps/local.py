@@ -13,7 +13,7 @@ from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.marker import epoch_of, newest_epoch, read_marker
+from torch_ckpt.checkpoint.marker import epoch_of, has_file, newest_epoch, read_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.errors import RootInUse
 from torch_ckpt.options import WriteOptions
@@ -138,13 +138,13 @@ class LocalSteps(StepStore):
         return files, total
 
     def is_complete(self, step: int) -> bool:
-        return os.path.lexists(os.path.join(self.path_of(step), MARKER_NAME))
+        return has_file(self.path_of(step), MARKER_NAME)
 
     def marker_of(self, step: int) -> dict[str, Any] | None:
         return read_marker(self.path_of(step))
 
     def is_pinned(self, step: int) -> bool:
-        return os.path.lexists(os.path.join(self.path_of(step), PINNED_NAME))
+        return has_file(self.path_of(step), PINNED_NAME)
 
     def _set_pinned(self, step: int, pinned: bool) -> None:
         with closing(OpenDirectory(self.path_of(step))) as opened:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
@@ -180,9 +182,12 @@ def copy_to_directory(
     with suppress(FileNotFoundError):
         if directory.length_of(name) == bytes:
             return
-    temporary = f".{name}.part"
+    # No process renames the file of another, which may be incomplete.
+    temporary = f".{name}.{secrets.token_hex(4)}.part"
     try:
-        directory.remove(temporary)  # of a copy that was killed
+        for other in directory.names():
+            if re.fullmatch(rf"\.{re.escape(name)}(\.[0-9a-f]{{8}})?\.part", other):
+                directory.remove(other)  # of a copy that was killed
         write_new_file(directory, temporary, pieces, bytes, busy=busy)
         _core.fault_point("rename", os.path.join(directory.path, name))
         os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)

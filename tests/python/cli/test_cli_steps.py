@@ -1,5 +1,6 @@
 """``torch-ckpt steps``, ``gc``, ``delete``, ``pin`` and ``unpin``."""
 
+import json
 import sys
 import time
 from contextlib import closing
@@ -16,7 +17,7 @@ from torch_ckpt import Retention
 from torch_ckpt._base.formatting import duration
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.cli.steps import collect
-from torch_ckpt.steps import LocalSteps, open_steps
+from torch_ckpt.steps import MARKER_NAME, LocalSteps, open_steps
 from torch_ckpt.steps.lease_file import LeaseFile
 from torch_ckpt.steps.object_steps import ObjectSteps
 from torch_ckpt.steps.root_lease import RootLease
@@ -172,6 +173,19 @@ def test_gc_keeps_a_step_that_is_pinned_while_others_are_deleted(root: Path) -> 
         report = collect(LocalSteps(root), Retention(keep_last=1))
     assert [entry.step for entry in report.deleted] == [1]
     assert report.kept == {2: ["pinned"], 3: ["the newest", "last 1"]}
+    assert steps_of(root) == [2, 3]
+
+
+@pytest.mark.parametrize("arguments", [["gc", "--keep-last", "1"], ["delete", "1", "2"]])
+def test_a_step_that_is_saved_again_after_the_steps_were_listed_is_kept(
+    root: Path, run: Run, arguments: list[str]
+) -> None:
+    save_steps(root, 1, 2, 3)
+    marker = root / "0000000002" / MARKER_NAME
+    again = json.loads(marker.read_text()) | {"saved_at": 1e9}
+    command, *others = arguments
+    with before("rmtree", lambda: marker.write_text(json.dumps(again))):
+        run(command, root, *others, code=1)
     assert steps_of(root) == [2, 3]
 
 

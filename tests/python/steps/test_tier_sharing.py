@@ -5,19 +5,20 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.fault_hooks import before
 from torch_ckpt import CheckpointManager, WriteOptions
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.manager import LocalTier
 from torch_ckpt.steps.host_step import HostStep
 from torch_ckpt.steps.local import LocalSteps
 from torch_ckpt.steps.tier_files import DirectoryFiles, Files
-from torch_ckpt.steps.tier_sharing import Sharing
+from torch_ckpt.steps.tier_sharing import Sharing, copy_to_directory
 
 
 class OtherHost(DirectoryFiles):
@@ -100,3 +101,20 @@ def test_a_copy_of_a_damaged_file_is_removed(
     share(steps, other)
     assert present(steps) == [first]
     assert second in caplog.text
+
+
+def test_a_copy_never_completes_the_incomplete_file_of_another_process(tmp_path: Path) -> None:
+    def begin_another_copy() -> None:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        for name in (".file.part", ".file.01234567.part"):
+            (tmp_path / name).write_bytes(b"in")
+
+    pieces = iter([memoryview(b"contents")])
+    with (
+        closing(OpenDirectory(tmp_path)) as directory,
+        before("rename", begin_another_copy, tmp_path / "file"),
+        pytest.raises(FileNotFoundError),
+    ):
+        copy_to_directory(directory, "file", pieces, 8, nullcontext)
+    assert not (tmp_path / "file").exists()
