@@ -93,8 +93,11 @@ class LocalFolder(OpenDirectory):
 
     def markers(self) -> dict[str, dict[str, Any] | None]:
         """Returns the marker of each step in the folder; None if the step is not complete."""
-        steps = filter(STEP_NAME.match, self.names())
-        return {step: read_marker(os.path.join(self.path, step)) for step in steps}
+        found = {}
+        for step in filter(STEP_NAME.match, self.names()):
+            self.refresh(step)
+            found[step] = read_marker(os.path.join(self.path, step))
+        return found
 
     def is_step(self) -> bool:
         """False if there is no such folder, or if it is the folder of a step that is being

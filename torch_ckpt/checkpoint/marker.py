@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 from typing import Any
 
 from torch_ckpt import _core
@@ -36,34 +35,13 @@ def read_marker(directory: str) -> dict[str, Any] | None:
         makes the step complete.
     """
     try:
-        with opened_directory(directory) as opened:
-            fd = os.open(MARKER_NAME, os.O_RDONLY | os.O_CLOEXEC, dir_fd=opened.fd)
-            with open(fd, "rb") as file:
-                return parsed_marker(file.read(MOST_MARKER_BYTES))
+        with open(os.path.join(directory, MARKER_NAME), "rb") as file:
+            return parsed_marker(file.read(MOST_MARKER_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
         # The marker exists. Loading the step will report whether its files can be read.
         return {}
-
-
-def has_file(directory: str, name: str) -> bool:
-    """Returns True if a step has a file, such as its marker; False if it cannot be read."""
-    try:
-        with opened_directory(directory) as opened:
-            return opened.contains(name)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return False
-
-
-@contextmanager
-def opened_directory(path: str) -> Iterator[_core.Directory]:
-    """Block with an open directory, as the server of a network file system has it."""
-    opened = _core.Directory(path)
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 def read_object_marker(store: ObjectStore, marker: Entry) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.marker import epoch_of, has_file, newest_epoch, read_marker
+from torch_ckpt.checkpoint.marker import epoch_of, newest_epoch, read_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.errors import RootInUse
 from torch_ckpt.options import WriteOptions
@@ -80,12 +80,24 @@ class LocalSteps(StepStore):
         return max(0 if found is None else found.record.epoch, newest_epoch(self.root))
 
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
-        try:
-            names = os.listdir(self.root)
-        except FileNotFoundError:
-            return []
-        found = [self._info(name) for name in sorted(names) if leftovers or STEP_NAME.match(name)]
-        return [info for info in found if info is not None and (leftovers or info.complete)]
+        while True:
+            try:
+                root = OpenDirectory(self.root)
+            except FileNotFoundError:
+                return []
+            with closing(root):
+                names = [n for n in sorted(root.names()) if leftovers or STEP_NAME.match(n)]
+                infos = {name: self._info(root, name) for name in names}
+                # A run deletes a step after it has saved a later one, which may not be listed.
+                has_changed = any(
+                    not (info is not None and info.complete)
+                    and STEP_NAME.match(name)
+                    and not root.contains(name)
+                    for name, info in infos.items()
+                )
+            if not has_changed:
+                found = infos.values()
+                return [info for info in found if info is not None and (leftovers or info.complete)]
 
     def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
         superseded = [] if deleted_only else self._superseded()
@@ -138,13 +150,13 @@ class LocalSteps(StepStore):
         return files, total
 
     def is_complete(self, step: int) -> bool:
-        return has_file(self.path_of(step), MARKER_NAME)
+        return os.path.lexists(os.path.join(self._refreshed(step), MARKER_NAME))
 
     def marker_of(self, step: int) -> dict[str, Any] | None:
-        return read_marker(self.path_of(step))
+        return read_marker(self._refreshed(step))
 
     def is_pinned(self, step: int) -> bool:
-        return has_file(self.path_of(step), PINNED_NAME)
+        return os.path.lexists(os.path.join(self._refreshed(step), PINNED_NAME))
 
     def _set_pinned(self, step: int, pinned: bool) -> None:
         with closing(OpenDirectory(self.path_of(step))) as opened:
@@ -166,7 +178,14 @@ class LocalSteps(StepStore):
         newest = max((epochs[name] for name in epochs if STEP_NAME.match(name)), default=0)
         return [name for name, epoch in epochs.items() if epoch < newest]
 
-    def _info(self, name: str) -> StepInfo | None:
+    def _refreshed(self, step: int) -> str:
+        """Returns the path of a step, which the client of a network file system looks up again."""
+        with suppress(OSError), closing(OpenDirectory(self.root)) as root:
+            root.refresh(step_name(step))
+        return self.path_of(step)
+
+    def _info(self, root: OpenDirectory, name: str) -> StepInfo | None:
+        root.refresh(name)
         parsed, path = _core.parse_step_name(name), os.path.join(self.root, name)
         if parsed is None or not os.path.isdir(path):
             return None
@@ -177,7 +196,8 @@ class LocalSteps(StepStore):
                 state = "deleted" if kind == _core.StepKind.DELETED else "unfinished"
                 _core.fault_point("scandir", path)
                 return StepInfo(step, path, state, bytes=_bytes_in(path))
-            return info_of(step, path, marker, self.is_pinned(step), lambda: _bytes_in(path))
+            pinned = os.path.lexists(os.path.join(path, PINNED_NAME))
+            return info_of(step, path, marker, pinned, lambda: _bytes_in(path))
         except FileNotFoundError:
             # Another process has deleted the directory.
             return None

@@ -132,6 +132,22 @@ def test_a_step_deleted_during_the_listing_is_omitted(store: LocalSteps) -> None
 # --- 5: deletions --------------------------------------------------------------------------------
 
 
+def test_a_listing_has_the_later_step_of_a_run_that_deletes_the_listed_one(
+    store: LocalSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(store, 1)
+    real = LocalSteps._info
+
+    def info(store: LocalSteps, root: OpenDirectory, name: str) -> StepInfo | None:
+        monkeypatch.undo()
+        saved(store, 2)
+        store.delete(1)
+        return real(store, root, name)
+
+    monkeypatch.setattr(LocalSteps, "_info", info)
+    assert listed(store) == [(2, "complete")]
+
+
 def test_a_step_is_deleted_with_all_its_files(store: LocalSteps) -> None:
     assert store.delete(2), "a missing step is no error"
     saved(store, 1)
