@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 LEFTOVER_SECONDS = 3600.0
 
 
+# Number of listings if steps disappear meanwhile.
+_LISTINGS = 3
+
+
 class ObjectSteps(StepStore):
     """The steps beneath a URL; see the module's docstring.
 
@@ -101,10 +105,14 @@ class ObjectSteps(StepStore):
         return max(of_lease, self._newest_epoch_of_markers())
 
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
-        steps = _by_step(list_run(self._store).values())
-        markers = self._read_markers(
-            {name: found[MARKER_NAME] for name, found in steps.items() if _is_complete(found)}
-        )
+        # A run deletes a step after it has saved a later one, which may not be listed. Do not list
+        # again for ever: a listing that lags behind has deleted objects.
+        for _ in range(_LISTINGS):
+            steps = _by_step(list_run(self._store).values())
+            complete = {n: found[MARKER_NAME] for n, found in steps.items() if _is_complete(found)}
+            markers = self._read_markers(complete)
+            if markers.keys() == complete.keys():
+                break
         infos = []
         for name, objects in sorted(steps.items()):
             url, total = self._store.url_of(name), _bytes_of(objects)

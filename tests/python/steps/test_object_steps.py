@@ -115,6 +115,22 @@ def test_a_step_is_deleted_with_all_its_objects(steps: ObjectSteps) -> None:
     assert all(name.startswith("0000000002/") for name in names_of(steps))
 
 
+def test_a_listing_has_the_later_step_of_a_run_that_deletes_the_listed_one(
+    steps: ObjectSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(steps, 1, state_of(4))
+    real = ObjectSteps._read_markers
+
+    def read(store: ObjectSteps, found: dict[str, Entry]) -> dict[str, dict[str, Any]]:
+        monkeypatch.undo()
+        save_step(steps, 2, state_of(4))
+        steps.delete(1)
+        return real(store, found)
+
+    monkeypatch.setattr(ObjectSteps, "_read_markers", read)
+    assert [info.step for info in steps.entries(leftovers=False)] == [2]
+
+
 def test_markers_are_read_again_only_if_they_have_changed(
     s3_steps: ObjectSteps, s3: ObjectServer
 ) -> None:
