@@ -296,9 +296,10 @@ Result<> ModelSave::link_unchanged(const os::Directory& base, bool sync, Warning
 
 PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
   const PublishMode mode{.sync = sync, .replace = may_replace_};
-  // Without an identity: no other process uses the temporary name, and a directory that has the
-  // final name after the rename may be one that another save has published since.
-  Publication publication{temporary_, name_, {}, {}};
+  auto identity = directory_.identity();
+  if (!identity) return {PublishState::not_published, identity.error()};
+  Publication publication{temporary_, name_, {}, *identity};
+  publication.is_private = true;
   auto is_present = parent_.contains(name_);
   if (!is_present) return {PublishState::not_published, is_present.error()};
   if (!*is_present || !may_replace_) {

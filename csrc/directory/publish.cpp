@@ -197,6 +197,7 @@ PublishOutcome publish(const os::Directory& directory, const Publication& public
                                           mode.replace && publication.aside.empty());
     is_renamed = check_rename(directory, publication.name, written, renamed);
     if (is_renamed != Renamed::yes) return renamed;
+    if (publication.is_private) return {};
     auto same = require_named(directory, publication.name, publication.identity);
     if (!same) {
       is_renamed = Renamed::no;

@@ -64,6 +64,9 @@ struct Publication {
   std::string aside;
   /// Expected identity of `temporary`, if another process may rename it meanwhile.
   std::optional<os::FileIdentity> identity;
+  /// No other process uses `temporary`. If `name` does not have the expected identity after the
+  /// rename, a later save has replaced the directory, which stays.
+  bool is_private = false;
   /// Exchange the two names: a directory that has `name` gets the temporary name. Requires
   /// PublishMode::replace, and that both exist. Fails with EINVAL or ENOSYS if the file system
   /// cannot exchange names.
