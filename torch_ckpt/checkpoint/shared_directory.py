@@ -17,7 +17,8 @@ Saves of models need no probe: the ranks look for the directory that the coordin
 **Loads.** After a save on another host, a network file system may not have a file for some time,
 have the file with an earlier size, or still have the files of the former checkpoint.
 
-1. Each open makes the client look the name up again (csrc/os/directory.h).
+1. A load makes the client look up the directory and its metadata again (csrc/os/directory.h). Data
+   files have new names in each save.
 2. If a file is damaged, or is missing beside the files of a checkpoint, a load reads again for up
    to 30 s. Local file systems are never stale, and a directory that is empty or absent fails at
    once.

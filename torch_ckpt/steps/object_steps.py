@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 #: Age of the newest object, in seconds, after which a step without a marker counts as a leftover.
 LEFTOVER_SECONDS = 3600.0
 
-
 # Number of listings if steps disappear meanwhile.
 _LISTINGS = 3
 
