@@ -123,8 +123,10 @@ def test_a_cancelled_send_of_a_rank_to_itself_ends_when_no_thread_reads_the_byte
         sending.result()
 
 
+# A listener that closes a connection before it has read all bytes resets the connection, which the
+# test could then not shut down. So no greeting has more than the 68 bytes that a listener reads.
 @pytest.mark.parametrize(
-    "greeting", [b"", b"x" * 68, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + b"x" * 50]
+    "greeting", [b"", b"x" * 68, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n".ljust(68, b"x")]
 )
 def test_a_connection_without_the_secret_is_closed(
     listener: Listener, threads: ThreadPoolExecutor, greeting: bytes
