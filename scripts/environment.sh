@@ -52,7 +52,7 @@ if [[ ! -d $shared ]]; then
   # pyproject.toml lists the packages and pins the tools. pip reads its groups from version 25.1.
   install "pip>=25.1"
   install --group dev ${torch_version:+"torch==$torch_version"}
-  for peer in megatron nvrx; do
+  for peer in megatron nvrx torchtitan; do
     log=$new/$peer.log
     install --log "$log" --no-deps --only-binary :all: --group $peer && continue
     # pip reports "No matching distribution" even if the network failed while it read the index.
@@ -61,7 +61,7 @@ if [[ ! -d $shared ]]; then
       echo "environment.sh: could not download the packages of group $peer: run the command again" >&2
       exit 1
     fi
-    echo "torch_ckpt: PyPI lacks packages of group $peer for this Python: some tests of torch_ckpt.megatron will skip" >&2
+    echo "torch_ckpt: PyPI lacks packages of group $peer for this Python: the tests with these packages will skip" >&2
   done
   mv "$new" "$shared"
 fi

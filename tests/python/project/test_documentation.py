@@ -33,6 +33,7 @@ PAGES = {
     "torch_ckpt.nvrx": "nvrx",
     "torch_ckpt.integrations.transformers": "integrations",
     "torch_ckpt.integrations.lightning": "integrations",
+    "torch_ckpt.integrations.torchtitan": "integrations",
 }
 
 

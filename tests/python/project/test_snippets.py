@@ -26,7 +26,7 @@ WITH_SNIPPETS = [
 ]
 
 #: Other projects' trainers, which other tests run; Slurm; and code for which torch needs NumPy.
-MOST_NOT_RUN = 9
+MOST_NOT_RUN = 11
 
 _CODE = re.compile(r"^(\$ |import |from \w+ import |torch-ckpt |torchrun |make |pip )", re.M)
 
