@@ -115,6 +115,13 @@ Result<> require_replaceable(const os::Directory& parent, const std::string& nam
   return {};
 }
 
+/// Returns true if the name leads to an empty directory. Does not follow a link.
+bool is_empty_directory(const os::Directory& parent, const std::string& name) {
+  const auto opened = parent.open_directory(name);
+  const auto names = opened ? opened->names() : opened.error();
+  return names && names->empty();
+}
+
 /// Gives the new directory the permissions of the one that it replaces.
 Result<> copy_mode(const os::Directory& parent, const std::string& name,
                    const os::Directory& made) {
@@ -141,12 +148,10 @@ Result<bool> have_equal_bytes(const os::File& one, const os::File& other) {
 Result<bool> remove_unused(const os::Directory& parent, const std::string& name) {
   auto opened = parent.open_directory(name);
   if (!opened) return opened.error();
-  const auto identity = opened->identity();
-  if (!identity) return identity.error();
   auto locked = opened->try_lock_exclusive();
   if (!locked || !*locked) return locked;
   // A save may have published the directory before it was locked.
-  auto is_unused = parent.leads_to(name, *identity);
+  auto is_unused = parent.leads_to(name, *opened);
   if (!is_unused || !*is_unused) return is_unused;
   auto removed = opened->remove_lock_file();
   if (removed) removed = parent.remove_tree(name);
@@ -170,7 +175,7 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
   }
   const bool is_present = std::ranges::find(*names, name) != names->end();
   if (is_present) {
-    if (!may_replace) {
+    if (!may_replace && !is_empty_directory(parent, name)) {
       return exists(parent, name, "it exists already; pass overwrite=True to replace it");
     }
     if (auto replaceable = require_replaceable(parent, name, extras); !replaceable) {
@@ -303,9 +308,12 @@ PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
   auto is_present = parent_.contains(name_);
   if (!is_present) return {PublishState::not_published, is_present.error()};
   if (!*is_present || !may_replace_) {
+    // The rename of a directory can only replace an empty directory.
     PublishOutcome outcome =
-        directory::publish(parent_, publication, {.sync = sync, .replace = false});
-    if (outcome.error.sys_errno == EEXIST) {
+        directory::publish(parent_, publication, {.sync = sync, .replace = *is_present});
+    const int failed = outcome.error.sys_errno;
+    if (failed == EEXIST || failed == ENOTEMPTY || failed == ENOTDIR) {
+      outcome.error.sys_errno = EEXIST;
       outcome.error.detail = "another process has created it meanwhile; it was not replaced";
     }
     return outcome;

@@ -30,9 +30,10 @@
 //     these. It fsyncs each file, then the directory. A publication may then share files with
 //     another directory, and add a delta (version.h).
 //  4. If "model" does not exist, the coordinator renames the new directory to "model"; the rename
-//     fails if another process has created it meanwhile. If "model" exists and may be replaced, the
-//     coordinator exchanges the names of the two directories. This is the commit point. On a file
-//     system that cannot exchange names, the old directory is first renamed to
+//     fails if another process has created it meanwhile. An empty directory "model" is replaced by
+//     a rename, which fails if another process has added a file to it. If "model" exists and may be
+//     replaced, the coordinator exchanges the names of the two directories. This is the commit
+//     point. On a file system that cannot exchange names, the old directory is first renamed to
 //     ".model.former-{32 hex digits}", so that a crash between the two renames leaves no "model",
 //     but the old directory under that name, which no save removes.
 //  5. The coordinator fsyncs the parent directory. Only then is the save reported as successful.
@@ -55,8 +56,8 @@ class ModelSave {
   using Extra = planning::SafetensorsLayout::Extra;
 
   /// Performs 1. `name` is the directory's name in `parent`. Fails with EEXIST if the directory
-  /// exists and may not be replaced, or contains other files. extras: names of the files that
-  /// complete() receives.
+  /// exists, is not empty and may not be replaced, or contains other files. extras: names of the
+  /// files that complete() receives.
   static Result<ModelSave> begin(const os::Directory& parent, std::string name, bool may_replace,
                                  std::set<std::string> extras, Warnings& warnings);
 

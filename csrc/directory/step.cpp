@@ -25,14 +25,6 @@ std::string last_component(const std::string& path) {
   return path.substr(path.find_last_of('/') + 1);
 }
 
-/// True if the open directory has this name beneath the root, or if the name is a link to it.
-Result<bool> is_named(const os::Directory& opened, const os::Directory& root,
-                      const std::string& name) {
-  auto identity = opened.identity();
-  if (!identity) return identity.error();
-  return root.leads_to(name, *identity);
-}
-
 Error moved_root(const std::string& path) {
   Error error = system_error(ESTALE, "remove", path);
   error.detail =
@@ -136,12 +128,12 @@ Result<bool> StepRoot::remove(const std::string& name, const LeaseBytes& lease) 
       if (!lock->is_held()) return false;
       if (auto held = require_lease(*root, lease); !held) return held.error();
       // A save may have replaced the directory since it was opened.
-      auto is_same = is_named(*opened, *root, name);
+      auto is_same = root->leads_to(name, *opened);
       if (!is_same || !*is_same) return is_same;
       if (auto left = leave_version(*root, name); !left) return left.error();
       if (auto renamed = root->rename(name, deleted); !renamed) return renamed.error();
     }
-    auto is_same = is_named(*opened, *root, deleted);
+    auto is_same = root->leads_to(deleted, *opened);
     if (!is_same) return is_same;
     if (!*is_same) {
       // A save that waited too long for the lock has replaced the directory.
@@ -316,7 +308,7 @@ Result<> StepSave::remove_files() {
     auto removed = is_lock ? directory_.remove_lock_file() : directory_.remove(name);
     if (!removed) return removed;
   }
-  auto is_in_place = is_named(directory_, root_, unfinished_);
+  auto is_in_place = root_.leads_to(unfinished_, directory_);
   if (!is_in_place || !*is_in_place) return is_in_place ? Result<>() : is_in_place.error();
   return root_.remove_directory(unfinished_);
 }

@@ -409,10 +409,12 @@ Result<FileIdentity> Directory::identity_of(const std::string& name) const {
   return identity_at(fd_, name.c_str(), AT_SYMLINK_NOFOLLOW, path);
 }
 
-Result<bool> Directory::leads_to(const std::string& name, const FileIdentity& identity) const {
+Result<bool> Directory::leads_to(const std::string& name, const Directory& other) const {
+  const auto identity = other.identity();
+  if (!identity) return identity.error();
   refresh(name);
   auto found = identity_at(fd_, name.c_str(), 0, path_of(name));
-  if (found) return *found == identity;
+  if (found) return *found == *identity;
   return found.error().sys_errno == ENOENT ? Result<bool>(false) : found.error();
 }
 

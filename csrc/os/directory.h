@@ -116,9 +116,8 @@ class Directory {
   Result<FileIdentity> identity() const;
   /// Returns the identity of the entry with this name. Does not follow a link.
   Result<FileIdentity> identity_of(const std::string& name) const;
-  /// Returns true if the entry with this name is a directory or file with this identity, or a link
-  /// to it.
-  Result<bool> leads_to(const std::string& name, const FileIdentity& identity) const;
+  /// Returns true if the entry with this name is the other directory, or a link to it.
+  Result<bool> leads_to(const std::string& name, const Directory& other) const;
   /// Returns true if there is an entry with this name, even if it is a dangling link.
   Result<bool> contains(const std::string& name) const;
   /// Returns true if path() currently refers to this directory.

@@ -238,6 +238,44 @@ TEST_F(ModelSaveTest, RefusesToReplaceADirectoryThatAnotherProcessCreatesDuringT
   EXPECT_EQ(siblings(), Names{"model"});
 }
 
+TEST_F(ModelSaveTest, ReplacesAnEmptyDirectoryEvenIfItMayReplaceNothing) {
+  fs::create_directory(directory_.file("model"));
+  fs::permissions(directory_.file("model"), fs::perms::owner_all);
+  const auto layout = layout_of();
+  auto begun = begin(false).value();
+  ASSERT_TRUE(write_data(begun, layout, 'x'));
+  ASSERT_TRUE(begun.complete(layout, {}, {}, true));
+  EXPECT_EQ(begun.publish(true, warnings_).state, PublishState::published);
+  EXPECT_TRUE(fs::exists(path("model.safetensors")));
+  EXPECT_EQ(fs::status(directory_.file("model")).permissions(), fs::perms::owner_all);
+  EXPECT_EQ(siblings(), Names{"model"});
+}
+
+TEST_F(ModelSaveTest, KeepsAnEmptyDirectoryToWhichAnotherProcessAddsAFileAtTheLastMoment) {
+  fs::create_directory(directory_.file("model"));
+  auto begun = begin(false).value();
+  PublishOutcome outcome;
+  {
+    const os::ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
+      if (operation == "rename" && at == directory_.file("model")) {
+        write_file(path("theirs"), "precious");
+      }
+      return 0;
+    });
+    outcome = begun.publish(true, warnings_);
+  }
+  EXPECT_EQ(outcome.state, PublishState::not_published);
+  EXPECT_EQ(outcome.error.sys_errno, EEXIST);
+  EXPECT_EQ(read_file(path("theirs")), "precious");
+  EXPECT_EQ(siblings(), Names{"model"});
+}
+
+TEST_F(ModelSaveTest, RefusesToReplaceALinkToAnEmptyDirectory) {
+  fs::create_directory(directory_.file("elsewhere"));
+  fs::create_directory_symlink("elsewhere", directory_.file("model"));
+  EXPECT_FALSE(begin(false));
+}
+
 TEST_F(ModelSaveTest, LeavesADirectoryThatIsBeingLoadedToTheNextSave) {
   save_well('x');
   {

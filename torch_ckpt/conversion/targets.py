@@ -11,7 +11,6 @@ A target appears only when it is complete. The values are read a few at a time.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -147,7 +146,7 @@ def _plan(source: Input) -> tuple[AgreedPlan, list[str]]:
         state.add(name, path if is_spelled else (name,), value)
     plan = AgreedPlan()
     structure = state.contents(hash_layout)
-    [reply] = plan.assign([plan.own.message(structure, None)])
+    [reply] = plan.coordinator.assign([plan.own.message(structure, None)])
     plan.own.accept(structure, reply)
     return plan, [state.name(item) for item in array("I", plan.own.items)]
 
@@ -188,10 +187,7 @@ def write_model(
     form = Safetensors(
         max_shard_size=max_shard_size, dtype=dtype, config=config, metadata=_metadata(source)
     )
-    options = target.write_options()
-    if not is_url(target.path) and os.path.isdir(target.path):
-        options = dataclasses.replace(options, overwrite=True)  # Replace an empty directory, too.
-    model = model_target(target.path, form, options)
+    model = model_target(target.path, form, target.write_options())
     plan, _names = _plan(source)
     with ExitStack() as stack:
         stack.callback(model.discard)

@@ -123,14 +123,18 @@ def test_other_files_of_a_directory_are_never_replaced(tmp_path: Path) -> None:
     assert "model.safetensors.index.json" in names_in(tmp_path / "hf")
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_directory_that_another_process_creates_is_kept(tmp_path: Path, overwrite: bool) -> None:
+@pytest.mark.parametrize(("overwrite", "is_there"), [(False, False), (True, False), (False, True)])
+def test_a_directory_that_another_process_creates_or_fills_is_kept(
+    tmp_path: Path, overwrite: bool, is_there: bool
+) -> None:
     source = source_for(tmp_path, "hf")
     target = tmp_path / "hf"
+    if is_there:
+        target.mkdir()
 
     def hook(operation: str, path: str) -> int:
         if (operation, path) == ("rename", str(target)):
-            target.mkdir()
+            target.mkdir(exist_ok=True)
             (target / "model.safetensors").write_text("somebody's")
         return 0
 
