@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.group import RankGroup
+
+T = TypeVar("T")
 
 #: Timeout in seconds of ranks in tests in which a rank is declared dead. Other tests do not wait
 #: for it.
@@ -42,11 +44,17 @@ def ranks_of(store: dist.Store, size: int, timeout: float = PATIENCE_SECONDS) ->
     ]
 
 
+def in_threads(ranks: list[T], work: Callable[[int, T], Any]) -> list[Any]:
+    """Runs the work of each rank in a thread. Returns the result or exception of each rank."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = [pool.submit(work, number, one) for number, one in enumerate(ranks)]
+        return [future.exception(PATIENCE_SECONDS) or future.result() for future in futures]
+
+
 def together(ranks: list[Exchange], work: Callable[[Exchange], Any]) -> dict[int, Any]:
     """Runs the work of each rank in a thread. Returns by rank its result or exception."""
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        futures = {one.rank: pool.submit(work, one) for one in ranks}
-        return {r: f.exception(PATIENCE_SECONDS) or f.result() for r, f in futures.items()}
+    outcomes = in_threads(ranks, lambda _number, one: work(one))
+    return {one.rank: outcome for one, outcome in zip(ranks, outcomes, strict=True)}
 
 
 def causes_of(outcome: Any) -> dict[int, str]:

@@ -6,21 +6,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from tests.rank_threads import PATIENCE_SECONDS, in_threads
 from torch_ckpt.intervals import AutoInterval, MeasuredInterval
 from torch_ckpt.manager import SaveOptions
 from torch_ckpt.manager.policies import Interval
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.ranks.group import RankGroup
-
-#: Limit in seconds for operations that should not have to wait.
-PATIENCE = 60.0
 
 DAY = 86400.0
 NAN = math.nan
@@ -52,7 +49,7 @@ def schedule(
         interval,
         SaveOptions(save_on_steps=steps, if_busy="skip" if skip_if_busy else "wait"),
         group=group or RankGroup(None, 0, 1, ""),
-        timeout=PATIENCE,
+        timeout=PATIENCE_SECONDS,
         clock=clock,
     )
 
@@ -278,14 +275,6 @@ def schedules(
     ]
 
 
-def together(made: list[Schedule], work: Callable[[int, Schedule], Any]) -> list[Any]:
-    """Calls a function for all schedules in threads. Returns the result or exception of each
-    rank."""
-    with ThreadPoolExecutor(len(made)) as pool:
-        futures = [pool.submit(work, rank, one) for rank, one in enumerate(made)]
-        return [future.exception(PATIENCE) or future.result() for future in futures]
-
-
 def test_all_ranks_save_at_the_steps_that_rank_0_chooses(any_store: dist.Store) -> None:
     made = schedules(any_store, 3, timedelta(hours=1))
     # Shift the clocks of ranks 0 and 1: only rank 0's counts.
@@ -300,7 +289,7 @@ def test_all_ranks_save_at_the_steps_that_rank_0_chooses(any_store: dist.Store) 
                 one.save_started()
         return found
 
-    assert together(made, work) == [[1]] * 3
+    assert in_threads(made, work) == [[1]] * 3
     assert len({one.agreement.count for one in made}) == 1
 
 
@@ -312,7 +301,7 @@ def test_ranks_that_are_busy_at_other_steps_follow_rank_0(store: dist.Store) -> 
     def work(rank: int, one: Schedule) -> list[int]:
         return [s for s, state in zip(steps, of_rank[rank], strict=True) if saves(one, s, state)]
 
-    assert together(made, work) == [[2, 4], [2, 4]]
+    assert in_threads(made, work) == [[2, 4], [2, 4]]
 
 
 def test_schedules_of_two_managers_are_independent(store: dist.Store) -> None:
@@ -325,7 +314,7 @@ def test_schedules_of_two_managers_are_independent(store: dist.Store) -> None:
         first, second = both[rank]
         return [saves(first, 1, busy), saves(second, 1, idle), saves(first, 2, idle)]
 
-    assert together(one, work) == [[False, True, True]] * 2
+    assert in_threads(one, work) == [[False, True, True]] * 2
 
 
 def test_rank_0_decides_whether_it_is_idle_at_the_first_step_of_a_block(store: dist.Store) -> None:
@@ -334,7 +323,7 @@ def test_rank_0_decides_whether_it_is_idle_at_the_first_step_of_a_block(store: d
     def work(rank: int, one: Schedule) -> list[tuple[bool, bool]]:
         return [tuple(one.decide(step, (idle, busy)[rank], asks_idle=True)) for step in (1, 2)]
 
-    assert together(made, work) == [[(False, True), (True, True)]] * 2
+    assert in_threads(made, work) == [[(False, True), (True, True)]] * 2
 
 
 def test_a_rank_that_does_not_ask_whether_rank_0_is_idle_makes_no_request() -> None:

@@ -11,31 +11,19 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.rank_threads import PATIENCE_SECONDS, SHORT, in_threads
 from torch_ckpt import CheckpointError
 from torch_ckpt.ranks.group import RankGroup
 from torch_ckpt.ranks.step_agreement import StepAgreement
 
-#: Limit in seconds for operations that should not have to wait.
-PATIENCE = 60.0
-
-#: Timeout in seconds for a rank that never arrives.
-SHORT = 0.4
-
 NAME = "save decision"
 
 
-def agreements(store: Any, size: int, timeout: float = PATIENCE) -> list[StepAgreement]:
+def agreements(store: Any, size: int, timeout: float = PATIENCE_SECONDS) -> list[StepAgreement]:
     """Returns the agreement of each rank."""
     return [
         StepAgreement(NAME, RankGroup(store, rank, size, "test"), timeout) for rank in range(size)
     ]
-
-
-def together(made: list[StepAgreement], work: Callable[[int, StepAgreement], Any]) -> list[Any]:
-    """Calls a function for all ranks in threads. Returns the result or exception of each rank."""
-    with ThreadPoolExecutor(len(made)) as pool:
-        futures = [pool.submit(work, rank, one) for rank, one in enumerate(made)]
-        return [future.exception(PATIENCE) or future.result() for future in futures]
 
 
 def number(step: int) -> Callable[[], str]:
@@ -50,7 +38,7 @@ def test_all_ranks_get_the_decisions_of_rank_0(any_store: dist.Store) -> None:
     def work(rank: int, one: StepAgreement) -> list[str]:
         return [one.next(step, refuse if rank else number(step)) for step in range(1, 40)]
 
-    first, *others = together(agreements(any_store, 3), work)
+    first, *others = in_threads(agreements(any_store, 3), work)
     assert first[0] == "decision 1"
     assert others == [first, first]
 
@@ -58,7 +46,7 @@ def test_all_ranks_get_the_decisions_of_rank_0(any_store: dist.Store) -> None:
 def test_a_decision_may_contain_any_text(store: dist.Store) -> None:
     made = agreements(store, 2)
     text = "SIGTERM: on rank 3: über"
-    assert together(made, lambda _rank, one: one.next(1, lambda: text)) == [text, text]
+    assert in_threads(made, lambda _rank, one: one.next(1, lambda: text)) == [text, text]
 
 
 def test_a_single_process_needs_no_store() -> None:
@@ -84,15 +72,15 @@ def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
     rank_0._group.keys = lambda below: store  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(rank_1.next, 1, refuse)
-        assert asked.wait(PATIENCE)
+        assert asked.wait(PATIENCE_SECONDS)
         assert not ahead.done()
         rank_0.next(1, number(1))
-        assert ahead.result(PATIENCE) == "decision 1"
+        assert ahead.result(PATIENCE_SECONDS) == "decision 1"
 
 
 def test_within_a_block_no_rank_reads_the_store(store: dist.Store) -> None:
     made = agreements(store, 2)
-    together(made, lambda _rank, one: [one.next(step, number(step)) for step in range(1, 2000)])
+    in_threads(made, lambda _rank, one: [one.next(step, number(step)) for step in range(1, 2000)])
     assert made[0].count < 100
     before = made[1].count
     # Rank 0 does not run now, so it cannot decide.
@@ -103,16 +91,16 @@ def test_within_a_block_no_rank_reads_the_store(store: dist.Store) -> None:
 
 def test_a_step_can_end_a_block(store: dist.Store) -> None:
     made = agreements(store, 2)
-    together(made, lambda _rank, one: [one.next(step, number(step)) for step in range(1, 2000)])
+    in_threads(made, lambda _rank, one: [one.next(step, number(step)) for step in range(1, 2000)])
 
     def work(_rank: int, one: StepAgreement) -> list[str]:
         return [one.next(2000, number(2000), ends_block=True), one.next(2001, number(2001))]
 
-    assert together(made, work) == [["decision 2000", "decision 2001"]] * 2
+    assert in_threads(made, work) == [["decision 2000", "decision 2001"]] * 2
 
 
 def test_a_rank_at_another_step_raises(store: dist.Store) -> None:
-    outcomes = together(agreements(store, 2), lambda rank, one: one.next(5 + rank, number(5)))
+    outcomes = in_threads(agreements(store, 2), lambda rank, one: one.next(5 + rank, number(5)))
     assert outcomes[0] == "decision 5"
     assert isinstance(outcomes[1], CheckpointError)
     assert "rank 1 is at step 6, but rank 0 is at step 5" in str(outcomes[1])
