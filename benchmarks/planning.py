@@ -158,7 +158,7 @@ class Simulation:
                 (None if one.template is None else shared(one.template), one.plan)
                 for one in messages
             ]
-            replies = plan.assign(parts)
+            replies = plan.coordinator.assign(parts)
             assert replies
             made: dict[bytes, Reply] = {}
             return Answers(made.setdefault(reply, Reply(reply, b"1")) for reply in replies)

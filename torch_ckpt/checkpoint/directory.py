@@ -69,14 +69,6 @@ class DirectoryIdentity(NamedTuple):
         """Returns the identity of an open directory, or of the objects beneath a URL."""
         return cls(_mounts(), directory.path, directory.identity())
 
-    def contradicts(self, other: DirectoryIdentity) -> bool:
-        """Returns True if the two ranks opened different directories under the same path."""
-        return (
-            bool(self.mounts)
-            and (self.mounts, self.path) == (other.mounts, other.path)
-            and self.numbers != other.numbers
-        )
-
 
 def require_one_directory(identities: Iterable[DirectoryIdentity | None]) -> bool:
     """Raises an error if ranks opened different directories under the same path.
@@ -91,10 +83,10 @@ def require_one_directory(identities: Iterable[DirectoryIdentity | None]) -> boo
     Raises:
         NotCommitted: ranks opened different directories.
     """
-    first: dict[tuple[str, str], DirectoryIdentity] = {}
+    numbers: dict[tuple[str, str], tuple[int, ...]] = {}
     known = [own for own in identities if own is not None]
     for own in known:
-        if first.setdefault((own.mounts, own.path), own).contradicts(own):
+        if own.mounts and numbers.setdefault(own[:2], own.numbers) != own.numbers:
             raise NotCommitted(
                 f"{own.path}: ranks of this save opened different directories under this path: "
                 "a directory was renamed, or a link in the path was changed, while the save "

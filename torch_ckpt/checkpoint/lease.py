@@ -37,6 +37,9 @@ class DirectoryLease:
             directory at once.
         patience: seconds to wait while another process holds the exclusive lock.
 
+    Attributes:
+        tag: the text that follows the rank in the names of the save's data files; may be empty.
+
     Raises:
         OSError: the directory cannot be opened or listed.
         CheckpointError: another process did not release its exclusive lock in time.
@@ -59,6 +62,7 @@ class DirectoryLease:
         if other is not None and ends_earlier:
             other.discard()
         self._held = _core.DirectoryLease(directory, rank, patience)
+        self.tag = self._held.tag
         self._path = directory.path
         # Keeps the thread that starts the next save from closing the descriptor while another
         # thread uses it to remove files of a cancelled save. Reentrant, because a signal handler
@@ -67,11 +71,6 @@ class DirectoryLease:
         self._end = weakref.finalize(self, _discard, self._held, self._lock, os.getpid())
         if ends_earlier:
             self._last[key] = self
-
-    @property
-    def tag(self) -> str:
-        """The text that follows the rank in the names of the save's data files; may be empty."""
-        return self._held.tag
 
     @property
     def is_open(self) -> bool:

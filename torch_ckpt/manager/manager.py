@@ -62,7 +62,7 @@ from torch_ckpt.manager.timeline import Timeline
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 from torch_ckpt.publication.export import Export
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
-from torch_ckpt.saving.host_memory import reserve_for_state
+from torch_ckpt.saving import host_memory
 from torch_ckpt.state.states import BeforeSave, require_state
 from torch_ckpt.steps import StepInfo, StepStore, open_steps, step_name
 from torch_ckpt.steps.retention import Retention
@@ -762,7 +762,7 @@ class CheckpointManager:
     def _reserve_memory(self, state: State) -> None:
         """Reserves memory for the first save in the background."""
         if not self._read_only:
-            reserve_for_state(
+            host_memory.reserve.make_for_state(
                 live_tensors(state),
                 ranks=self._run.ranks,
                 files=self._saver.write.files,

@@ -30,7 +30,7 @@ from torch_ckpt.megatron.request import AsyncRequest, make_background
 from torch_ckpt.options import Background
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup, own_rank
 from torch_ckpt.ranks.polled_event import PolledEvent
-from torch_ckpt.saving.host_memory import reserve_in_background
+from torch_ckpt.saving import host_memory
 
 
 class AsyncCallsQueue:
@@ -109,7 +109,7 @@ class AsyncCallsQueue:
         if reserve_bytes > 0:
             has_device = _C.has_cuda and torch.cuda.is_available()
             device = torch.cuda.current_device() if has_device else None
-            reserve_in_background(reserve_bytes, device)
+            host_memory.reserve.make_or_log(reserve_bytes, device)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Stages a request and starts its function. Returns as soon as the tensors being saved can

@@ -35,9 +35,13 @@ from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.paths import is_url
-from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
+from torch_ckpt.checkpoint.directory import (
+    DirectoryIdentity,
+    OpenDirectory,
+    require_one_directory,
+)
 from torch_ckpt.checkpoint.lease import DirectoryLease
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.items import results_of
 from torch_ckpt.saving.write import Events, Written, describe_progress, write_files
@@ -225,12 +229,14 @@ class WriteTask:
         if self.opened is not None:
             return self.opened
         opened = OpenDirectory(self.directory)
-        if DirectoryIdentity.of(opened).contradicts(self.directory_identity):
+        try:
+            require_one_directory([self.directory_identity, DirectoryIdentity.of(opened)])
+        except NotCommitted:
             raise CheckpointError(
                 f"{self.directory}: the path no longer refers to the directory for which the save "
                 "was planned, because a directory was renamed or a link in the path was changed. "
                 "Nothing was written; save again"
-            )
+            ) from None
         return opened
 
     def _run(self, function: list[Callable[[], Results]]) -> None:

@@ -151,15 +151,8 @@ def lost_store(step: str, rank: int, failure: Failure, advice: str = "") -> Chec
 
 
 def _serve(requests: queue.SimpleQueue[Any]) -> None:
-    while _answer_next(requests):
-        pass
-
-
-def _answer_next(requests: queue.SimpleQueue[Any]) -> bool:
-    """Runs the next request and keeps no reference to it. Returns False if there are no more."""
-    request = requests.get()
-    if request is None:
-        return False
-    answer, work, args = request
-    answer.put(capture_exceptions(work, *args))
-    return True
+    while (request := requests.get()) is not None:
+        answer, work, args = request
+        answer.put(capture_exceptions(work, *args))
+        # Keep no reference to the request while waiting for the next one.
+        del request, answer, work, args

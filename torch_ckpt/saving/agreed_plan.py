@@ -1,4 +1,4 @@
-"""The plans of the saves of one group of ranks, and the words for ranks that contradict each other.
+"""The plans of the saves of one group of ranks.
 
 csrc/planning/save_coordinator.h describes the messages.
 """
@@ -12,12 +12,9 @@ from weakref import WeakKeyDictionary
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from torch_ckpt import _core
-from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt.checkpoint.metadata import DCP_VERSION
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.group import RankGroup
-from torch_ckpt.saving.copies import text_of_copies
 from torch_ckpt.saving.write import Written
 
 
@@ -46,33 +43,6 @@ class AgreedPlan:
         """Forgets all plans in a forked child, which plans independently."""
         cls._of.clear()
 
-    @no_gc()
-    def assign(self, messages: list[tuple[bytes | None, bytes]]) -> list[bytes]:
-        """Plans on the coordinator, and returns the reply to each rank.
-
-        Args:
-            messages: the template, if the rank has sent one, and the message of each rank.
-
-        Raises:
-            CheckpointError: the states of ranks contradict each other. The error gives names and
-                ranks.
-        """
-        return self.coordinator.assign(messages)
-
-    def require_equal_copies(self, written: list[Written]) -> None:
-        """Compares the copies of sharded tensors (saving/copies.py), before the commit.
-
-        Args:
-            written: the results of the writes, indexed by rank.
-
-        Raises:
-            CheckpointError: copies differ. The error gives names, ranks and meshes.
-        """
-        differing = self.coordinator.differing_copies([one.checksums for one in written])
-        if differing:
-            raise CheckpointError(text_of_copies(differing))
-
-    @no_gc()
     def encode(
         self, written: list[Written], storage_meta: StorageMeta | None
     ) -> _core.EncodedMetadata:

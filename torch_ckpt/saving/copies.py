@@ -11,8 +11,7 @@ another group would lose them. So:
    sharded tensors, such as ShardedTensors, have no mesh: the ranks send checksums of all shards
    that several ranks have.
 3. The ranks send these checksums with the results of their writes.
-4. The coordinator compares the checksums before it commits
-   (:meth:`AgreedPlan.require_equal_copies`).
+4. The coordinator compares the checksums before it commits (saving/run.py).
 
 csrc/planning/global_plan.h decides; this module words the error.
 """

@@ -515,7 +515,7 @@ class _Saves:
 
     def close(self) -> None:
         """Waits for the running save, then for the engine's threads. Called at interpreter exit."""
-        host_memory.close()
+        host_memory.reserve.close()
         if not exit_threads.join():
             path = self._running.metrics.path if self._running is not None else "a directory"
             LOGGER.error(
@@ -628,7 +628,7 @@ def start(
         require_choice("if_busy", if_busy, ("wait", "raise"))
         chosen = target()
         with saves.exclusive(ranks, if_busy):
-            check_for_errors()
+            saves.raise_failure()
             with no_gc():
                 state = SaveState(States(state_dict, calls=True).saved(), snapshot=True)
             save = BackgroundSave(
@@ -643,13 +643,15 @@ def start(
                 warn_unchanged=warn_unchanged,
                 is_reported=is_reported,
             )
-            host_memory.reserve_for_snapshot(
+            # The memory that the save itself does not allocate.
+            host_memory.reserve.make_for_state(
                 state.values(),
                 ranks=ranks.size,
                 files=chosen.options.files,
                 max_host_bytes=chosen.options.max_host_bytes,
-                staged=save.staged,
+                after=save.staged,
             )
+            host_memory.reserve.has_saved = True
             handle = saves.start(save)
     except BaseException as error:
         # The other ranks wait for this rank until the save's thread, or this one, reports the

@@ -121,64 +121,7 @@ def reserve_pool(
         torch_ckpt.reserve_pool(8 << 30, wait=False)  # 8 GiB, while the data loaders start
         ```
     """
-    return _reserve.make(bytes, device, wait)
-
-
-def reserve_in_background(bytes: int, device: torch.device | int | None) -> None:
-    """Calls :func:`reserve_pool` without waiting. Logs errors instead of raising them."""
-    _reserve.make_or_log(bytes, device)
-
-
-def reserve_for_state(
-    tensors: Iterable[Any],
-    *,
-    ranks: int,
-    files: int,
-    max_host_bytes: int | None,
-    after: Future[None] | None = None,
-) -> None:
-    """Reserves page-locked memory in the background for a snapshot of tensors on a CUDA device, so
-    that later saves need not allocate it. Never raises an exception.
-
-    Does nothing if most bytes are on the host, if the program has requested a reserve, or after the
-    first snapshot of this process, which has allocated its memory. The reserve never exceeds the
-    budget of a save.
-
-    Args:
-        tensors: all tensors of the state on this rank; other values are ignored.
-        ranks: number of ranks that save together. Each saves its part of the replicated tensors.
-        files: number of files that this rank writes concurrently.
-        max_host_bytes: budget of a save; None means the default budget.
-        after: the reservation begins when this future is done; None begins it immediately.
-    """
-    _reserve.make_for_state(tensors, ranks, files, max_host_bytes, after)
-
-
-def reserve_for_snapshot(
-    tensors: Iterable[Any],
-    *,
-    ranks: int,
-    files: int,
-    max_host_bytes: int | None,
-    staged: Future[None],
-) -> None:
-    """Calls :func:`reserve_for_state` for the first snapshot of this process: once the snapshot is
-    staged, reserves the memory that the save has not allocated itself."""
-    reserve_for_state(
-        tensors, ranks=ranks, files=files, max_host_bytes=max_host_bytes, after=staged
-    )
-    _reserve.has_saved = True
-
-
-def limit_to_budget(max_host_bytes: int) -> None:
-    """Trims a reserve of :func:`reserve_for_state` to the budget of a save. Does not change a
-    reserve that the program has requested."""
-    _reserve.limit(max_host_bytes)
-
-
-def close() -> None:
-    """Ends the background allocations. Called at interpreter exit."""
-    _reserve.close()
+    return reserve.make(bytes, device, wait)
 
 
 def _ordinal(device: torch.device | str | int | None) -> int:
@@ -258,19 +201,21 @@ def _has_failed(future: Future[None]) -> bool:
 
 
 class Reserve:
-    """Allocates the memory of :func:`reserve_pool`, optionally in threads.
+    """Memory that is allocated before saves need it, in threads or at once.
 
     Args:
         free: returns the number of bytes that this process can still allocate.
         step_bytes: bytes to allocate between two checks of the free memory.
+
+    Attributes:
+        has_saved: True after the first snapshot of this process; set by the save.
+        is_closed: True after :meth:`close`.
     """
 
     def __init__(
         self, free: Callable[[], int] = free_memory, step_bytes: int = _STEP_BYTES
     ) -> None:
-        self.is_closed = False
-        #: True after the first snapshot of this process.
-        self.has_saved = False
+        self.has_saved = self.is_closed = False
         self._free = free
         self._step_bytes = step_bytes
         self._threads: list[threading.Thread] = []
@@ -293,7 +238,7 @@ class Reserve:
         return _core.reserved_bytes()
 
     def make_or_log(self, bytes: int, device: torch.device | str | int | None) -> None:
-        """Implements :func:`reserve_in_background`."""
+        """Calls :meth:`make` without waiting. Logs errors instead of raising them."""
         try:
             self.make(bytes, device, wait=False)
         except Exception as error:
@@ -302,12 +247,27 @@ class Reserve:
     def make_for_state(
         self,
         tensors: Iterable[Any],
+        *,
         ranks: int,
         files: int,
         max_host_bytes: int | None,
         after: Future[None] | None = None,
     ) -> None:
-        """Implements :func:`reserve_for_state`."""
+        """Reserves page-locked memory in the background for a snapshot of tensors on a CUDA device,
+        so that later saves need not allocate it. Never raises an exception.
+
+        Does nothing if most bytes are on the host, if the program has requested a reserve, or after
+        the first snapshot of this process, which has allocated its memory. The reserve never
+        exceeds the budget of a save.
+
+        Args:
+            tensors: all tensors of the state on this rank; other values are ignored.
+            ranks: number of ranks that save together. Each saves its part of the replicated
+                tensors.
+            files: number of files that this rank writes concurrently.
+            max_host_bytes: budget of a save; None means the default budget.
+            after: the reservation begins when this future is done; None begins it immediately.
+        """
         if not _C.has_cuda or self._is_requested or self.has_saved:
             return
         try:
@@ -341,7 +301,8 @@ class Reserve:
             _log_failure(bytes, error)
 
     def limit(self, max_host_bytes: int) -> None:
-        """Implements :func:`limit_to_budget`."""
+        """Trims the memory of :meth:`make_for_state` to the budget of a save. Does not change a
+        reserve that the program has requested."""
         if not self._is_requested and _core.reserve_bytes() > max_host_bytes:
             trim_pool(max_host_bytes)
 
@@ -351,7 +312,7 @@ class Reserve:
             thread.join()
 
     def close(self) -> None:
-        """Ends the running allocations and prevents later ones."""
+        """Ends the running allocations and prevents later ones. Called at interpreter exit."""
         self.is_closed = True
         self.join()
 
@@ -405,5 +366,6 @@ def _log_failure(bytes: int, error: Exception) -> None:
     LOGGER.warning("could not reserve %d bytes for saves: %s", bytes, error)
 
 
-_reserve = Reserve()
-register(Part.MEMORY, in_child=_reserve.forget_in_child)
+#: The reserve of this process.
+reserve = Reserve()
+register(Part.MEMORY, in_child=reserve.forget_in_child)

@@ -34,6 +34,7 @@ from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.exchange import Answers, Exchange
 from torch_ckpt.saving.agreed_plan import AgreedPlan
+from torch_ckpt.saving.copies import text_of_copies
 from torch_ckpt.saving.replica_check import description_of
 from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.target import Opened, Target
@@ -215,7 +216,7 @@ class SaveRun:
         """Returns the replies, indexed by rank. Equal replies are one object, which is sent only
         once."""
         shared = self._ranks.shared
-        replies = self._plan.assign(
+        replies = self._plan.coordinator.assign(
             [(None if one.template is None else shared(one.template), one.plan) for one in messages]
         )
         if not replies:
@@ -256,8 +257,10 @@ class SaveRun:
             with self._device_streams():
                 # First, because other ranks may wait for the connections of this rank.
                 files = target.files(state, own.items, reply.layout)
-                with target.busy():
-                    checksums = state.checksums(own.copies)
+                checksums = b""
+                if own.copies:
+                    with target.busy():
+                        checksums = state.checksums(own.copies)
             metrics.planning_s = time.perf_counter() - self._begun
             is_snapshot = state.watch is not None
             written = write_files(
@@ -317,7 +320,9 @@ class SaveRun:
 
     def _commit(self, written: list[Written]) -> bytes:
         """Returns the result of :meth:`Target.commit`."""
-        self._plan.require_equal_copies(written)
+        differing = self._plan.coordinator.differing_copies([one.checksums for one in written])
+        if differing:
+            raise CheckpointError(text_of_copies(differing))
         answer = self._target.commit(self._plan, written)
         if self._target.is_on_hosts:
             self._written = written

@@ -17,7 +17,7 @@ from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.progress import Progress, reporting
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.options import Background, WriteOptions
-from torch_ckpt.saving.host_memory import default_snapshot_bytes, limit_to_budget
+from torch_ckpt.saving import host_memory
 from torch_ckpt.saving.snapshots import source_changed
 from torch_ckpt.stores.folder import StreamFolder
 
@@ -97,9 +97,9 @@ def write_files(
         for device in sources.devices():
             torch.cuda.current_stream(device).synchronize()
     elif max_host_bytes:
-        limit_to_budget(max_host_bytes)
+        host_memory.reserve.limit(max_host_bytes)
     else:
-        max_host_bytes = default_snapshot_bytes(ranks)
+        max_host_bytes = host_memory.default_snapshot_bytes(ranks)
     identity = DirectoryIdentity.of(directory)
     _core.fault_point("engine begins", directory.path)
     save.start(

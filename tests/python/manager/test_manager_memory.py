@@ -10,8 +10,8 @@ import torch
 
 from tests.managers import Training
 from torch_ckpt import CheckpointManager, WriteOptions
-from torch_ckpt.manager import manager as manager_module
 from torch_ckpt.manager.live_tensors import live_tensors
+from torch_ckpt.saving import host_memory
 
 
 @pytest.fixture
@@ -19,10 +19,12 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The reservations that managers request, with the number of their tensors."""
     made: list[dict[str, Any]] = []
 
-    def reserve(tensors: Any, **options: Any) -> None:
-        made.append({"tensors": len(list(tensors))} | options)
+    def reserve(tensors: Any, after: object = None, **options: Any) -> None:
+        # A save requests memory after its snapshot.
+        if after is None:
+            made.append({"tensors": len(list(tensors))} | options)
 
-    monkeypatch.setattr(manager_module, "reserve_for_state", reserve)
+    monkeypatch.setattr(host_memory.reserve, "make_for_state", reserve)
     return made
 
 

@@ -292,7 +292,7 @@ def test_a_child_forked_during_a_reservation_does_not_wait(gate: Gate) -> None:
     def work() -> None:
         gate.open()
         assert torch_ckpt.reserve_pool(2 * CHUNK_BYTES) == 2 * CHUNK_BYTES
-        host_memory.close()
+        host_memory.reserve.close()
 
     with calling({"mmap": gate}):
         torch_ckpt.reserve_pool(5 * CHUNK_BYTES, wait=False)
@@ -316,7 +316,7 @@ def reserve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reserve]:
     reserved for them is not page-locked."""
     fresh = Reserve(free(2000 * CHUNK_BYTES))
     grow = _core.grow_reserve
-    monkeypatch.setattr(host_memory, "_reserve", fresh)
+    monkeypatch.setattr(host_memory, "reserve", fresh)
     monkeypatch.setattr(host_memory._C, "has_cuda", True)
     monkeypatch.setattr(host_memory, "_ordinal", lambda device: -1 if device is None else 0)
     monkeypatch.setattr(
@@ -336,7 +336,7 @@ def reserve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reserve]:
 def reserved_for(reserve: Reserve, tensors: list[Any], **options: Any) -> int:
     """Returns the MiB that are reserved for the tensors."""
     chosen = {"ranks": 1, "files": 1, "max_host_bytes": None} | options
-    host_memory.reserve_for_state(tensors, **chosen)
+    reserve.make_for_state(tensors, **chosen)
     reserve.join()
     assert _core.reserve_bytes() == _core.reserved_bytes() == _core.pool_bytes()
     return _core.pool_bytes() // _MIB
@@ -391,7 +391,7 @@ def test_without_cuda_nothing_is_reserved_for_a_state_and_it_is_not_read(
 ) -> None:
     monkeypatch.setattr(host_memory._C, "has_cuda", False)
     tensors = iter([_ON_DEVICE])
-    host_memory.reserve_for_state(tensors, ranks=1, files=1, max_host_bytes=None)
+    reserve.make_for_state(tensors, ranks=1, files=1, max_host_bytes=None)
     assert next(tensors) is _ON_DEVICE
     assert reserved_for(reserve, [_ON_DEVICE]) == 0
 
@@ -399,21 +399,19 @@ def test_without_cuda_nothing_is_reserved_for_a_state_and_it_is_not_read(
 def test_a_reserve_that_the_program_requested_is_not_replaced(reserve: Reserve) -> None:
     torch_ckpt.reserve_pool(3 * CHUNK_BYTES)
     assert reserved_for(reserve, [_ON_DEVICE]) == 3 * CHUNK_BYTES // _MIB
-    host_memory.limit_to_budget(CHUNK_BYTES)
+    reserve.limit(CHUNK_BYTES)
     assert _core.reserve_bytes() == 3 * CHUNK_BYTES
 
 
-def reserve_after(staged: Future[None]) -> None:
-    host_memory.reserve_for_snapshot(
-        [_ON_DEVICE], ranks=1, files=1, max_host_bytes=None, staged=staged
-    )
+def reserve_after(staged: Future[None], reserve: Reserve) -> None:
+    reserve.make_for_state([_ON_DEVICE], ranks=1, files=1, max_host_bytes=None, after=staged)
 
 
 def test_a_reserve_that_the_program_requests_during_staging_is_not_replaced(
     reserve: Reserve,
 ) -> None:
     staged: Future[None] = Future()
-    reserve_after(staged)
+    reserve_after(staged, reserve)
     torch_ckpt.reserve_pool(3 * CHUNK_BYTES)
     staged.set_result(None)
     reserve.join()
@@ -425,7 +423,7 @@ def test_nothing_is_reserved_for_a_snapshot_that_is_not_staged_in_time(
     reserve: Reserve, event: str
 ) -> None:
     staged: Future[None] = Future()
-    reserve_after(staged)
+    reserve_after(staged, reserve)
     if event == "close":
         reserve.close()
         staged.set_result(None)

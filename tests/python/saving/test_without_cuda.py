@@ -19,6 +19,7 @@ import torch_ckpt
 from torch_ckpt import _C
 from torch_ckpt._base.cuda_runtime import warn_without_cuda
 from torch_ckpt.megatron import calls_queue
+from torch_ckpt.saving import host_memory
 from torch_ckpt.saving.items import as_value
 
 # --- no CUDA runtime that the engine can use ---------------------------------------------------
@@ -74,7 +75,7 @@ def test_megatrons_queue_reserves_memory_without_a_device(monkeypatch: pytest.Mo
     devices: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        calls_queue, "reserve_in_background", lambda _bytes, device: devices.append(device)
+        host_memory.reserve, "make_or_log", lambda _bytes, device: devices.append(device)
     )
 
     class Queue(calls_queue.AsyncCallsQueue):
