@@ -53,6 +53,10 @@ def local_parts(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
 
 
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+
+
 class Trainer:
     """A trainer with a checkpointer.
 
@@ -60,6 +64,7 @@ class Trainer:
         kind: class of the checkpointer.
         folder: its folder.
         seed: of the weights.
+        make_model: makes the model.
         shard: shards the model.
         rank, ranks: of the data.
         config: further settings of the checkpointer.
@@ -71,6 +76,7 @@ class Trainer:
         folder: Path | str,
         seed: int = 0,
         *,
+        make_model: Callable[[], nn.Module] = two_layers,
         shard: Callable[[nn.Module], object] = lambda _model: None,
         rank: int = 0,
         ranks: int = 1,
@@ -78,7 +84,7 @@ class Trainer:
     ) -> None:
         torch.manual_seed(seed)
         self.step = self.ntokens_seen = 0
-        self.model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        self.model = make_model()
         shard(self.model)
         adamw = default_adamw(lr=0.1)
         adamw.implementation = "for-loop"

@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.full
 
 
 def trainer(kind: str, launch: Launch, folder: str, **config: Any) -> Any:
+    """Returns a trainer whose model is sharded, unless ``make_model`` makes another one."""
     from torchtitan.components.checkpointer import CheckpointManager as Stock
 
     from tests.titan import Trainer
@@ -27,14 +29,9 @@ def trainer(kind: str, launch: Launch, folder: str, **config: Any) -> Any:
             fully_shard(layer, mesh=mesh_1d(launch))
         fully_shard(model, mesh=mesh_1d(launch))
 
-    return Trainer(
-        {"stock": Stock, "ours": Ours}[kind],
-        launch.path(folder),
-        shard=shard,
-        rank=launch.rank,
-        ranks=launch.size,
-        **config,
-    )
+    sharded = {"shard": shard, "rank": launch.rank, "ranks": launch.size}
+    options = config if "make_model" in config else sharded | config
+    return Trainer({"stock": Stock, "ours": Ours}[kind], launch.path(folder), **options)
 
 
 def case_a_resumed_run_ends_like_one_that_torchtitan_saves(launch: Launch) -> None:
@@ -45,6 +42,30 @@ def case_a_resumed_run_ends_like_one_that_torchtitan_saves(launch: Launch) -> No
         resumed = trainer("ours", launch, mode, seed=1, async_mode=mode)
         assert resumed.checkpointer.load()
         assert resumed.step == 6
+        resumed.train()
+        assert_equal(resumed.state(), expected.state())
+
+
+def case_each_stage_of_a_pipeline_restores_its_own_part(launch: Launch) -> None:
+    class Stage(nn.Module):
+        """The model of a rank, whose names no other rank has."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            layers = {str(launch.rank): nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))}
+            self.layers = nn.ModuleDict(layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[str(launch.rank)](x)
+
+    stage = {"make_model": Stage, "ranks": 1, "rank": 0}
+    expected = trainer("stock", launch, "stock", **stage)
+    expected.train()
+    for kind in ("ours", "stock"):
+        trainer(kind, launch, f"of {kind}", **stage).train(4)
+        resumed = trainer("ours", launch, f"of {kind}", seed=1, **stage)
+        assert resumed.checkpointer.load()
+        assert resumed.step == 4
         resumed.train()
         assert_equal(resumed.state(), expected.state())
 

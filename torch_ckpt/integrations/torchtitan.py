@@ -1,23 +1,26 @@
 """Saves checkpoints for torchtitan's Trainer: the checkpointer ``TorchCkptManager``.
 
-A step has the names of torchtitan's own checkpoints: the model's without a prefix, and those
-beneath ``optimizer``, ``lr_scheduler``, ``dataloader`` and ``train_state``. So torchtitan's
-checkpointer can load a step, and this one continues the run of a folder with ``step-100``.
+The values of a step have the same names as in torchtitan's own checkpoints. So each of the two
+checkpointers can continue a run of the other.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from torch_ckpt import api
+from torch_ckpt._base.checks import require_choice
+from torch_ckpt._base.paths import is_url
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.manager import CheckpointManager, LocalTier, SaveOptions
-from torch_ckpt.multihost import broadcast_one_to_all
+from torch_ckpt.stores import open_store
 
 try:
     from torchtitan.components.checkpointer import MODEL, BaseCheckpointManager, ModelWrapper
@@ -33,7 +36,9 @@ __all__ = ["TorchCkptManager"]
 # Name of a step of torchtitan's own checkpointer.
 _STOCK_NAME = re.compile(r"step-(\d+)")
 
-# The settings of torchtitan 0.3, and those of this checkpointer.
+_MODES = ("disabled", "async", "async_with_pinned_mem")
+
+# The settings that this checkpointer knows: those of torchtitan 0.3, and its own.
 _SETTINGS = (
     *("enable", "folder", "interval", "keep_latest_k", "load_only", "load_step", "async_mode"),
     *("initial_load_path", "initial_load_model_only", "initial_load_in_hf", "export_dtype"),
@@ -54,8 +59,8 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[no-untyped-call]
             ``torchtitan.components.checkpointer.CheckpointManager``.
 
     Raises:
-        ValueError: a setting is unknown, a format needs an ``sd_adapter``, or a key to exclude does
-            not exist.
+        ValueError: a setting is unknown, Hugging Face's format needs an ``sd_adapter``, or
+            ``exclude_from_loading`` has a key that does not exist.
         OSError, CheckpointError, RootInUse: see :class:`torch_ckpt.CheckpointManager`.
 
     Example::
@@ -78,6 +83,10 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[no-untyped-call]
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
         local: str | None = None
 
+        def __post_init__(self) -> None:
+            BaseCheckpointManager.Config.__post_init__(self)
+            require_choice("async_mode", self.async_mode, _MODES)
+
     def __init__(
         self,
         config: Config,
@@ -99,6 +108,8 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[no-untyped-call]
         _require_known(config)
         if sd_adapter is None and (config.last_save_in_hf or config.initial_load_in_hf):
             raise ValueError("Hugging Face's format needs a model with an sd_adapter")
+        if config.last_save_in_hf and config.create_seed_checkpoint:
+            raise ValueError("a seed cannot have Hugging Face's format: no run could begin with it")
         if unknown := set(config.exclude_from_loading) - states.keys():
             raise ValueError(f"exclude_from_loading: the state has no {', '.join(sorted(unknown))}")
         self.folder = filesystem.join(base_folder, config.folder)
@@ -130,7 +141,8 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[no-untyped-call]
         pending = self.manager._saver.pending
         self.save_future = None if pending is None else pending.handle.committed
         if last_step:
-            self.maybe_wait_for_saving()
+            self.save_future = None
+            self.manager.wait_until_finished(published=True)
         return True
 
     def _exported(self) -> dict[str, Any]:
@@ -146,27 +158,31 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[no-untyped-call]
         self.manager.wait_until_finished()
 
     def _maybe_wait_for_staging(self) -> None:
-        self.manager.wait_until_staged()
+        # All ranks raise an error of the save at its next step, not as soon as one of them knows.
+        pending = self.manager._saver.pending
+        if pending is not None and pending.can_wait:
+            pending.handle.wait_staged_quietly()
 
     def _close(self) -> None:
         self.manager.close()
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        stock = broadcast_one_to_all(self._stock_steps())
+        ask = self.manager._run.ask_rank_0
+        stock, exports = ask("TorchCkptManager.load", lambda: _stock_steps(self.folder))
         wanted = max(stock, default=-1) if step == -1 else step
-        try:
-            restored = self._restore(None if step == -1 else step)
-        except FileNotFoundError:
-            if step not in stock:
-                raise
-            restored = -1
-        if restored != -1 and restored >= wanted:
+        if self._restore(step, wanted, is_in_stock=wanted in stock):
             return True
         config, adapter = self.config, self.sd_adapter
         path, model_only = config.initial_load_path, config.initial_load_model_only
         if wanted != -1:
             path, model_only = filesystem.join(self.folder, f"step-{wanted}"), wanted == 0
+            self.manager._timeline.restored(wanted, is_chosen=step != -1)
+        elif exports:
+            raise CheckpointError(
+                f"{self.folder} has a model in Hugging Face's format ({exports[0]}), but no step "
+                "from which a run can continue. Choose another folder"
+            )
         elif config.initial_load_in_hf:
             model = self.states[MODEL]
             state = adapter.to_hf(model.state_dict())
@@ -179,59 +195,69 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[no-untyped-call]
             return True
         if path is None:
             return False
-        self._load_into(lambda state: api.load(state, path), model_only)
+        state = self._read(model_only, config.exclude_from_loading)
+        api.load(state, path)
+        self._apply(state)
         return True
 
-    def _restore(self, step: int | None) -> int:
-        """Restores a step of the manager; None: the newest. Returns -1 if there is none."""
-        newest = broadcast_one_to_all(self.manager.latest_step()) if step is None else step
-        is_seed = newest == 0  # which has only a model
-        wanted = 0 if is_seed else step
-        restored = self._load_into(lambda state: self.manager.restore(state, wanted), is_seed)
-        return restored if restored or is_seed else -1
+    def _restore(self, step: int, wanted: int, is_in_stock: bool) -> bool:
+        """Restores a step of the manager; -1 means the newest one. Returns False if there is none,
+        or if torchtitan's own checkpointer has saved a newer one."""
+        state: dict[str, Any] = {}
 
-    def _stock_steps(self) -> list[int]:
-        """Returns the steps of torchtitan's own checkpointer in the folder."""
-        names = filesystem.listdir(self.folder) if filesystem.isdir(self.folder) else []
-        found = [int(match[1]) for name in names if (match := _STOCK_NAME.fullmatch(name))]
-        path = f"{self.folder}/step-{{}}/.metadata"
-        return [step for step in found if filesystem.isfile(path.format(step))]
+        # The state is read only if there is a step: to read the state of a new optimizer,
+        # torchtitan makes an optimizer step with zero gradients, which a fresh run must not make.
+        def state_of(chosen: int) -> dict[str, Any]:
+            state.clear()
+            # Step 0 is a seed, which has only a model.
+            state.update(self._read(chosen == 0, self.config.exclude_from_loading))
+            return state
 
-    def _read(self) -> dict[str, Any]:
-        """Returns the state to save, with the states of objects as dicts."""
+        try:
+            restored = self.manager._restore(
+                state_of, None if step == -1 else step, restores_structure=False
+            )
+        except FileNotFoundError:
+            if not is_in_stock:
+                raise
+            return False
+        if restored is None or restored < wanted:
+            return False
+        self._apply(state)
+        return True
+
+    def _read(self, model_only: bool = False, excluded: Collection[str] = ()) -> dict[str, Any]:
+        """Returns the state, with the states of objects as dicts."""
         state: dict[str, Any] = dict(self.states[MODEL].state_dict())
         for key, value in self.states.items():
-            if key != MODEL:
+            if key != MODEL and key not in excluded and not model_only:
                 state[key] = value.state_dict() if hasattr(value, "state_dict") else value
         return state
 
-    def _load_into(self, load: Callable[[dict[str, Any]], Any], model_only: bool) -> Any:
-        """Calls a function that loads into the state, and returns its result.
-
-        The function gets objects. Only a load reads their states: to read the state of an optimizer
-        that has none, torchtitan makes a step with zero gradients.
-        """
-        model = self.states[MODEL]
-        state = dict(model.state_dict())
-        names = set(state)
-        for key in self.states.keys() - {MODEL, *self.config.exclude_from_loading}:
-            if not model_only:
-                value = self.states[key]
-                state[key] = _Stateful(value) if hasattr(value, "load_state_dict") else value
-        result = load(state)
-        model.load_state_dict({name: state[name] for name in names})
-        for key in state.keys() - names:
-            if not isinstance(state[key], _Stateful):
+    def _apply(self, state: dict[str, Any]) -> None:
+        self.states[MODEL].load_state_dict(state)
+        for key in self.states.keys() & state.keys():
+            if hasattr(self.states[key], "load_state_dict"):
+                self.states[key].load_state_dict(state[key])
+            else:
                 self.states[key] = state[key]
-        return result
 
 
-class _Stateful:
-    """An object with a state. torch_ckpt would load that of a StatefulDataLoader as a value of each
-    rank."""
-
-    def __init__(self, of: Any) -> None:
-        self.state_dict, self.load_state_dict = of.state_dict, of.load_state_dict
+def _stock_steps(folder: str) -> tuple[list[int], list[str]]:
+    """Returns the steps of torchtitan's own checkpointer in a folder, and the names of directories
+    with a model in Hugging Face's format."""
+    if is_url(folder):
+        names = [entry.name for entry in open_store(folder).list()]
+    else:
+        names = [f"{path.parent.name}/{path.name}" for path in Path(folder).glob("step-*/*")]
+    steps, exports = [], []
+    for name in names:
+        directory, _, file = name.partition("/")
+        if file == ".metadata" and (match := _STOCK_NAME.fullmatch(directory)):
+            steps.append(int(match[1]))
+        elif file.startswith("model") and _STOCK_NAME.fullmatch(directory):
+            exports.append(directory)
+    return sorted(steps), sorted({*exports} - {f"step-{step}" for step in steps})
 
 
 def _require_known(config: Any) -> None:

@@ -598,16 +598,45 @@ class CheckpointManager:
 
             first_step = manager.restore({"model": model, "optimizer": optimizer})
         """
+        if callable(state):
+            require_state(state)
+        return self._restore(state, step, names=names, strict=strict, rename=rename) or 0
+
+    def _restore(
+        self,
+        state: State | Callable[[int], State],
+        step: int | None = None,
+        *,
+        names: Names = None,
+        strict: bool = True,
+        rename: Rename = None,
+        restores_structure: bool = True,
+    ) -> int | None:
+        """Restores a step for a framework whose states must not be read before a step is chosen.
+
+        Args: see :meth:`Restorer.restore`.
+
+        Returns:
+            The restored step; None if no step has been saved.
+        """
         started = time.perf_counter()
         self._run.require_group("restore")
         if step is not None:
             step = int(step_name(step))
         self._saver.wait()
-        restored = self._restorer.restore(state, step, names=names, strict=strict, rename=rename)
+        restored = self._restorer.restore(
+            state,
+            step,
+            names=names,
+            strict=strict,
+            rename=rename,
+            restores_structure=restores_structure,
+        )
         self._timeline.restored(restored, is_chosen=step is not None)
-        self._reserve_memory(state)
+        if not callable(state):
+            self._reserve_memory(state)
         if restored is None:
-            return 0
+            return None
         self._saver.exports.rewound(restored)
         self._returned_at = None
         seconds = time.perf_counter() - started

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -45,6 +45,8 @@ from torch_ckpt.steps.tier import Choice, TieredSteps, choose
 _RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
 
 _CALL = "CheckpointManager.restore"
+
+State = dict[str, Any]
 
 
 class _Candidates(NamedTuple):
@@ -109,42 +111,47 @@ class Restorer:
 
     def restore(
         self,
-        state: dict[str, Any],
+        state: State | Callable[[int], State],
         step: int | None,
         *,
         names: Names = None,
         strict: bool = True,
         rename: Rename = None,
+        restores_structure: bool = True,
     ) -> int | None:
         """Restores the state from a step.
 
-        Args and raises: see :meth:`torch_ckpt.CheckpointManager.restore`.
+        Args:
+            state: the state, or a function that returns the state for a step. The function is
+                called when the step has been chosen, so not at all if there is none.
+            step, names, strict, rename: see :meth:`torch_ckpt.CheckpointManager.restore`.
+            restores_structure: see :class:`LoadRun`.
 
         Returns:
             The restored step; None if the root has no step.
+
+        Raises: see :meth:`torch_ckpt.CheckpointManager.restore`.
         """
+        # Each attempt reads these again, so convert iterators to tuples.
+        arguments: LoadArguments = {
+            "names": reusable(names),
+            "strict": strict,
+            "rename": reusable(rename),
+            "restores_structure": restores_structure,
+        }
         try:
-            return self._restore(state, step, names=names, strict=strict, rename=rename)
+            return self._restore(state, step, arguments)
         finally:
             if self._disks is not None:
                 self._disks.stop_serving()
 
     def _restore(
         self,
-        state: dict[str, Any],
+        state: State | Callable[[int], State],
         step: int | None,
-        *,
-        names: Names,
-        strict: bool,
-        rename: Rename,
+        arguments: LoadArguments,
     ) -> int | None:
         self.skipped, self.report = 0, None
-        # Each attempt reads these again, so convert iterators to tuples.
-        arguments: LoadArguments = {
-            "names": reusable(names),
-            "strict": strict,
-            "rename": reusable(rename),
-        }
         found = self._agree_on_candidates(step, state)
         candidates, unmarked, mixture = found.steps, found.unmarked, found.mixture
         if unmarked and self._run.rank == 0:
@@ -187,7 +194,11 @@ class Restorer:
         )
 
     def _load(
-        self, step: int, found: _Candidates, state: dict[str, Any], arguments: LoadArguments
+        self,
+        step: int,
+        found: _Candidates,
+        state: State | Callable[[int], State],
+        arguments: LoadArguments,
     ) -> LoadReport | Checkpoint:
         """Loads a step. If the load of copies on the hosts' disks fails, verifies the copies, and
         loads the intact ones, and the files of the root."""
@@ -207,11 +218,16 @@ class Restorer:
         return self._load_copies(step, again, state, arguments)
 
     def _load_copies(
-        self, step: int, found: _Candidates, state: dict[str, Any], arguments: LoadArguments
+        self,
+        step: int,
+        found: _Candidates,
+        state: State | Callable[[int], State],
+        arguments: LoadArguments,
     ) -> LoadReport | Checkpoint:
         if self._disks is not None:
             self._disks.choose(step, found.choices.get(step), found.addresses)
-        return self._load_with_retries(step, state, arguments)
+        chosen = state(step) if callable(state) else state
+        return self._load_with_retries(step, chosen, arguments)
 
     def _report_skipped(self, step: int, damage: str, candidates: list[int]) -> None:
         self._run.report(Event("damaged", step, self._run.rank, message=f"{damage}; skipped"))
@@ -234,7 +250,10 @@ class Restorer:
         )
 
     def _agree_on_candidates(
-        self, step: int | None, state: dict[str, Any], suspects: Collection[int] = ()
+        self,
+        step: int | None,
+        state: State | Callable[[int], State],
+        suspects: Collection[int] = (),
     ) -> _Candidates:
         """Returns the same candidates on all ranks.
 
@@ -244,7 +263,8 @@ class Restorer:
 
         def list_steps() -> _Listing:
             # Otherwise, an empty root would accept anything.
-            require_state(state)
+            if not callable(state):
+                require_state(state)
             run = self._run
             with call.alive(time.monotonic_ns):
                 copies, address, entries = run.store.copies(suspects), b"", []
@@ -289,14 +309,10 @@ class Restorer:
         raise FileNotFoundError(2, f"step {step} {problem}; {listing}", self._run.store.root)
 
     def _load_with_retries(
-        self, step: int, state: dict[str, Any], arguments: LoadArguments
+        self, step: int, state: State, arguments: LoadArguments
     ) -> LoadReport | Checkpoint:
         run = self._run
-        arguments |= {
-            "process_group": run.process_group,
-            "timeout": run.timeout,
-            "restores_structure": True,
-        }
+        arguments |= {"process_group": run.process_group, "timeout": run.timeout}
         delays = iter(_RETRY_SECONDS)
         while True:
             try:

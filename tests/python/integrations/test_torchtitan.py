@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from errno import ENOSPC
@@ -16,6 +17,7 @@ import torch_ckpt
 from tests.fault_hooks import failing
 from tests.metadata import read_metadata
 from tests.support import assert_equal
+from torch_ckpt import CheckpointError
 
 pytest.importorskip("torchtitan.components.optimizer", exc_type=ImportError)
 
@@ -107,6 +109,17 @@ def test_the_run_in_a_folder_of_torchtitans_checkpoints_is_continued(tmp_path: P
     assert loaded(Ours, tmp_path, 8).step == 8
 
 
+def test_training_goes_on_from_a_chosen_step_of_torchtitan_although_there_are_newer_ones(
+    tmp_path: Path,
+) -> None:
+    trained(Stock, tmp_path, 4)
+    loaded(Ours, tmp_path).train(8)
+    with pytest.warns(match="newer steps"):
+        rewound = loaded(Ours, tmp_path, 4)
+    rewound.train()
+    assert loaded(Ours, tmp_path).step == 10
+
+
 def test_of_a_run_that_both_have_saved_the_newest_step_is_loaded(tmp_path: Path) -> None:
     trained(Ours, tmp_path, 4)
     trainer = new(Stock, tmp_path)
@@ -147,6 +160,43 @@ def test_a_seed_has_only_the_model_and_begins_at_step_0(tmp_path: Path) -> None:
     begun = loaded(Ours, tmp_path)
     assert begun.step == 0
     assert_equal(dict(begun.model.state_dict()), dict(seed.model.state_dict()))
+
+
+def test_steps_that_are_only_on_the_hosts_disks_are_newer_than_a_seed(tmp_path: Path) -> None:
+    config = {"local": str(tmp_path / "local")}
+    seed = new(Ours, tmp_path / "shared", last_save_model_only=True)
+    seed.checkpointer.save(0, last_step=True)
+    seed.checkpointer.close()
+    loaded(Ours, tmp_path / "shared", **config).train(4)
+    for step in numbered(2, 4):
+        shutil.rmtree(tmp_path / "shared" / step)
+    assert loaded(Ours, tmp_path / "shared", **config).step == 4
+
+
+def test_a_folder_with_only_an_export_begins_no_new_run(tmp_path: Path) -> None:
+    trained(Ours, tmp_path, interval=STEPS, last_save_model_only=True, last_save_in_hf=True)
+    with pytest.raises(CheckpointError, match=f"step-{STEPS}.*Choose another folder"):
+        new(Ours, tmp_path).checkpointer.load()
+    with pytest.raises(ValueError, match="a seed cannot have"):
+        new(
+            Ours,
+            tmp_path,
+            create_seed_checkpoint=True,
+            last_save_model_only=True,
+            last_save_in_hf=True,
+        )
+
+
+def test_a_state_without_values_is_restored(tmp_path: Path) -> None:
+    def train(steps: int) -> titan.Trainer:
+        trainer = new(Ours, tmp_path)
+        trainer.loader.state_dict = dict  # type: ignore[method-assign]
+        assert trainer.checkpointer.load() is (steps > 2)
+        trainer.train(steps)
+        return trainer
+
+    train(2)
+    assert train(4).step == 4
 
 
 @pytest.mark.parametrize("model_only", [False, True])
@@ -222,6 +272,11 @@ def test_the_error_of_a_save_is_raised_when_training_waits_for_it(tmp_path: Path
         with pytest.raises(OSError, match="No space"):
             trainer.checkpointer.maybe_wait_for_saving()
     trainer.checkpointer.close()
+
+
+def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="async_mode must be one of"):
+        new(Ours, tmp_path, async_mode="Async")
 
 
 @pytest.mark.parametrize("setting", ["last_save_in_hf", "initial_load_in_hf"])
