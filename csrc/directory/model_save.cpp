@@ -115,10 +115,16 @@ Result<> require_replaceable(const os::Directory& parent, const std::string& nam
   return {};
 }
 
-/// Returns true if the name leads to an empty directory. Does not follow a link.
-bool is_empty_directory(const os::Directory& parent, const std::string& name) {
-  const auto opened = parent.open_directory(name);
-  const auto names = opened ? opened->names() : opened.error();
+/// Returns true for an empty directory that no save or load uses. Does not follow a link.
+bool is_unused_and_empty(const os::Directory& parent, const std::string& name) {
+  auto opened = parent.open_directory(name);
+  if (!opened) return false;
+  // On a network file system, a lock is a file.
+  if (opened->is_local()) {
+    const auto locked = opened->try_lock_exclusive();
+    if (!locked || !*locked) return false;
+  }
+  const auto names = opened->names();
   return names && names->empty();
 }
 
@@ -174,8 +180,9 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
                          removed.error().message());
   }
   const bool is_present = std::ranges::find(*names, name) != names->end();
+  const bool is_empty = is_present && is_unused_and_empty(parent, name);
   if (is_present) {
-    if (!may_replace && !is_empty_directory(parent, name)) {
+    if (!may_replace && !is_empty) {
       return exists(parent, name, "it exists already; pass overwrite=True to replace it");
     }
     if (auto replaceable = require_replaceable(parent, name, extras); !replaceable) {
@@ -200,16 +207,18 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
     return done.error();
   }
   return ModelSave(std::move(*own_parent), std::move(*opened), std::move(name),
-                   std::move(temporary), may_replace, std::move(extras));
+                   std::move(temporary), may_replace, is_empty, std::move(extras));
 }
 
 ModelSave::ModelSave(os::Directory parent, os::Directory directory, std::string name,
-                     std::string temporary, bool may_replace, std::set<std::string> extras)
+                     std::string temporary, bool may_replace, bool replaces_empty,
+                     std::set<std::string> extras)
     : parent_(std::move(parent)),
       directory_(std::move(directory)),
       name_(std::move(name)),
       temporary_(std::move(temporary)),
       may_replace_(may_replace),
+      replaces_empty_(replaces_empty),
       extras_(std::move(extras)) {}
 
 Result<> ModelSave::write_file(const std::string& name, std::string_view contents,
@@ -305,15 +314,19 @@ PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
   if (!identity) return {PublishState::not_published, identity.error()};
   Publication publication{temporary_, name_, {}, *identity};
   publication.is_private = true;
+  if (replaces_empty_ && !may_replace_) {
+    // Fails unless the directory is still empty.
+    auto removed = parent_.remove_directory(name_);
+    if (!removed && is_unused_and_empty(parent_, name_)) {
+      return {PublishState::not_published, removed.error()};
+    }
+  }
   auto is_present = parent_.contains(name_);
   if (!is_present) return {PublishState::not_published, is_present.error()};
   if (!*is_present || !may_replace_) {
-    // The rename of a directory can only replace an empty directory.
     PublishOutcome outcome =
-        directory::publish(parent_, publication, {.sync = sync, .replace = *is_present});
-    const int failed = outcome.error.sys_errno;
-    if (failed == EEXIST || failed == ENOTEMPTY || failed == ENOTDIR) {
-      outcome.error.sys_errno = EEXIST;
+        directory::publish(parent_, publication, {.sync = sync, .replace = false});
+    if (outcome.error.sys_errno == EEXIST) {
       outcome.error.detail = "another process has created it meanwhile; it was not replaced";
     }
     return outcome;

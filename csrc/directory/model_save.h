@@ -30,8 +30,9 @@
 //     these. It fsyncs each file, then the directory. A publication may then share files with
 //     another directory, and add a delta (version.h).
 //  4. If "model" does not exist, the coordinator renames the new directory to "model"; the rename
-//     fails if another process has created it meanwhile. An empty directory "model" is replaced by
-//     a rename, which fails if another process has added a file to it. If "model" exists and may be
+//     fails if another process has created it meanwhile. If "model" was an empty directory in 1
+//     and may not be replaced, the coordinator first removes it, which fails if another process has
+//     added a file to it. If "model" exists and may be
 //     replaced, the coordinator exchanges the names of the two directories. This is the commit
 //     point. On a file system that cannot exchange names, the old directory is first renamed to
 //     ".model.former-{32 hex digits}", so that a crash between the two renames leaves no "model",
@@ -82,7 +83,7 @@ class ModelSave {
 
  private:
   ModelSave(os::Directory parent, os::Directory directory, std::string name, std::string temporary,
-            bool may_replace, std::set<std::string> extras);
+            bool may_replace, bool replaces_empty, std::set<std::string> extras);
   PublishOutcome try_publish(bool sync, std::string& former);
   Result<> remove_former(const std::string& former) const;
   Result<> write_file(const std::string& name, std::string_view contents, bool sync) const;
@@ -93,6 +94,7 @@ class ModelSave {
   std::string name_;
   std::string temporary_;
   bool may_replace_;
+  bool replaces_empty_;  // the directory existed and was empty
   std::set<std::string> extras_;
   std::vector<format::SafeChecksums> checksums_;  // set by complete()
   bool has_ended_ = false;

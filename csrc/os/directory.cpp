@@ -411,7 +411,11 @@ Result<FileIdentity> Directory::identity_of(const std::string& name) const {
 
 Result<bool> Directory::leads_to(const std::string& name, const Directory& other) const {
   const auto identity = other.identity();
-  if (!identity) return identity.error();
+  if (!identity) {
+    // Another host has removed the directory.
+    const int failed = identity.error().sys_errno;
+    return failed == ENOENT || failed == ESTALE ? Result<bool>(false) : identity.error();
+  }
   refresh(name);
   auto found = identity_at(fd_, name.c_str(), 0, path_of(name));
   if (found) return *found == *identity;

@@ -257,7 +257,7 @@ TEST_F(ModelSaveTest, KeepsAnEmptyDirectoryToWhichAnotherProcessAddsAFileAtTheLa
   PublishOutcome outcome;
   {
     const os::ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
-      if (operation == "rename" && at == directory_.file("model")) {
+      if (operation == "rmdir" && at == directory_.file("model")) {
         write_file(path("theirs"), "precious");
       }
       return 0;
@@ -268,6 +268,15 @@ TEST_F(ModelSaveTest, KeepsAnEmptyDirectoryToWhichAnotherProcessAddsAFileAtTheLa
   EXPECT_EQ(outcome.error.sys_errno, EEXIST);
   EXPECT_EQ(read_file(path("theirs")), "precious");
   EXPECT_EQ(siblings(), Names{"model"});
+}
+
+TEST_F(ModelSaveTest, RefusesToReplaceAnEmptyDirectoryInWhichASaveHasBegun) {
+  fs::create_directory(directory_.file("model"));
+  auto other = parent_.open_directory("model").value();
+  ASSERT_TRUE(other.try_share().value());
+  const auto refused = begin(false);
+  ASSERT_FALSE(refused);
+  EXPECT_EQ(refused.error().sys_errno, EEXIST);
 }
 
 TEST_F(ModelSaveTest, RefusesToReplaceALinkToAnEmptyDirectory) {

@@ -147,7 +147,7 @@ def convert(
 
     Raises:
         FileNotFoundError: the source does not exist.
-        FileExistsError: the target exists, and ``overwrite`` is False.
+        FileExistsError: the target exists, is not an empty directory, and ``overwrite`` is False.
         CheckpointError: source and target have the same format and no option changes anything, or
             ``config`` is not a JSON object.
         CheckpointError: the target format cannot hold a value; the message names the value.

@@ -6,6 +6,7 @@ csrc/format/delta.h describes the file, and csrc/engine/delta.h how it is applie
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from contextlib import closing
@@ -79,6 +80,8 @@ def _apply_to_directory(delta: _core.Delta, path: str, out: StrPath | None) -> N
     if out is None and STEP_NAME.match(name) and os.path.lexists(os.path.join(path, MARKER_NAME)):
         raise ValueError(f"{path} is a published version, which must not change; pass out")
     if out is not None:
+        if os.path.lexists(out):
+            raise FileExistsError(errno.EEXIST, "already exists; choose another directory", out)
         _core.make_directories(parent)
     with closing(OpenDirectory(parent)) as opened, closing(OpenDirectory(path)) as base:
         share_or_warn(base)
