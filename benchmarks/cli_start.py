@@ -37,7 +37,6 @@ def commands(root: Path) -> dict[str, list[str]]:
         "ls": ["ls", step],
         "steps": ["steps", str(root)],
         "verify": ["verify", step],
-        "explain": ["explain", step],
         "diff": ["diff", str(root / "1"), step],
         "show": ["show", step, "step"],
         "doctor": ["doctor", str(root), "--size", "1MB"],

@@ -210,7 +210,7 @@ class Simulation:
             ]
             name = f"__{rank}_{self._saves}_{file}.distcp"
             files.append((name, os.urandom(_SUMS_BYTES * len(items)), items))
-        return Written(_core.WrittenFiles(files), self._directory, (0.01, 0.01, 1.0))
+        return Written(_core.WrittenFiles(files), self._directory)
 
     def _timed(self, part: str, work: Callable[[], T]) -> T:
         gc.disable()

@@ -261,7 +261,6 @@ class SaveCoordinator:
         written: list[WrittenFiles],
         storage_meta: list[tuple[str, str | None]],
         version: str,
-        phases: str,
     ) -> EncodedMetadata:
         """The contents of ``.metadata``.
 
@@ -835,9 +834,6 @@ class CheckpointIndex:
 
     def tables(self) -> dict[str, bytes]:
         """Encoded checksum tables by file name."""
-
-    def phases(self) -> str:
-        """Durations of each rank's phases, as unchecked JSON; "" if they are unknown."""
 
     def renamed(self, names: list[str]) -> CheckpointIndex:
         """Returns a copy with other names, which are in the order of the entries."""

@@ -731,22 +731,17 @@ class IndexBuilder {
     const Object* dict = values_.object(*ours, ObjectKind::dict);
     std::optional<Value> version;
     std::optional<Value> checksums;
-    std::optional<Value> phases;
     if (dict != nullptr) {
       values_.for_each_pair(*dict, [&](const Value& key, const Value& value) {
         if (key.kind != ValueKind::text) return;
         if (values_.text(key) == "version") version = value;
         if (values_.text(key) == "checksums") checksums = value;
-        if (values_.text(key) == "phases") phases = value;
       });
     }
     if (!version || !version->is_integer()) {
       return fail("the metadata's attribute torch_ckpt has no valid version");
     }
     if (version->integer() != 1) return true;
-    if (phases && phases->kind == ValueKind::text) {
-      index_.phases_ = index_.add_text(values_.text(*phases));
-    }
     const Object* tables = checksums ? values_.object(*checksums, ObjectKind::dict) : nullptr;
     if (tables == nullptr) {
       return fail("expected a dict of checksum tables, found " + kind_or_none(checksums));

@@ -54,8 +54,6 @@ class CheckpointIndex : public EntryTable {
   Result<CheckpointIndex> renamed(std::span<const std::string> names) const;
 
   std::span<const UndescribedRecord> undescribed_records() const { return undescribed_records_; }
-  /// Duration of each phase of the save on each rank, as unchecked JSON; empty if unknown.
-  std::string_view phases() const { return text(phases_); }
 
  private:
   friend class IndexBuilder;
@@ -64,7 +62,6 @@ class CheckpointIndex : public EntryTable {
   CheckpointIndex() = default;
 
   std::vector<UndescribedRecord> undescribed_records_;
-  TextRef phases_;
 };
 
 /// Removes empty and "." components from a path.

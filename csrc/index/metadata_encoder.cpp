@@ -108,7 +108,7 @@ std::string MetadataEncoder::encode_tail(const MetadataExtras& extras) {
   put_storage_meta(extras);
   key("version");
   pickle_.text(extras.version);
-  put_tables(extras);
+  put_tables();
   end_object();
   pickle_.put(op::kStop);
   return pickle_.take_part();
@@ -292,16 +292,16 @@ void MetadataEncoder::put_storage_meta(const MetadataExtras& extras) {
   end_object();
 }
 
-void MetadataEncoder::put_tables(const MetadataExtras& extras) {
+void MetadataEncoder::put_tables() {
   std::vector<std::uint32_t> files;
-  std::size_t bytes = extras.phases.size();
+  std::size_t bytes = 0;
   for (std::uint32_t i = 0; i < draft_.files().size(); ++i) {
     if (draft_.tables()[i].bytes == 0) continue;
     files.push_back(i);
     // 20 bytes suffice for the opcodes.
     bytes += draft_.files()[i].bytes + draft_.tables()[i].bytes + 20;
   }
-  if (files.empty() && extras.phases.empty()) return;
+  if (files.empty()) return;
   pickle_.reserve(bytes);
   key("torch_ckpt");
   pickle_.put(op::kEmptyDict);
@@ -317,10 +317,6 @@ void MetadataEncoder::put_tables(const MetadataExtras& extras) {
     }
     pickle_.bytes(draft_.text(draft_.tables()[files[i]]));
   });
-  if (!extras.phases.empty()) {
-    key("phases");
-    pickle_.text(extras.phases);
-  }
   pickle_.put(op::kSetitems);
 }
 

@@ -19,8 +19,7 @@ namespace torch_ckpt::index {
 struct MetadataExtras {
   /// Names and values of the StorageMeta's attributes; empty: no StorageMeta.
   std::vector<std::pair<std::string, std::optional<std::string>>> storage_meta;
-  std::string version;      // version of DCP's format
-  std::string phases = {};  // duration of each phase on each rank, as JSON; empty if unknown
+  std::string version;  // version of DCP's format
 };
 
 // Encodes the pickle of torch's Metadata in a form that torch 2.6 and later can read. Equal values
@@ -88,7 +87,7 @@ class MetadataEncoder {
   void name_or_text(std::string_view text);
   void path_word(std::string_view word);
   void put_storage_meta(const MetadataExtras& extras);
-  void put_tables(const MetadataExtras& extras);
+  void put_tables();
 
   const MetadataDraft& draft_;
   format::PickleWriter pickle_;

@@ -268,7 +268,6 @@ void bind_index(py::module_& module) {
       .def("uncovered", &uncovered)
       .def_property_readonly("stored_bytes", &CheckpointIndex::stored_bytes)
       .def("tables", &tables_of)
-      .def("phases", [](const CheckpointIndex& index) { return text_of(index.phases()); })
       .def(
           "renamed",
           [](const CheckpointIndex& index, const std::vector<py::str>& names) {

@@ -62,10 +62,9 @@ py::list assign(SaveCoordinator& coordinator,
 index::EncodedMetadata encoded(
     SaveCoordinator& coordinator, const Written& written,
     const std::vector<std::pair<std::string, std::optional<py::str>>>& meta,
-    const std::string& version, const std::string& phases) {
+    const std::string& version) {
   index::MetadataExtras extras;
   extras.version = version;
-  extras.phases = phases;
   for (const auto& [name, value] : meta) {
     extras.storage_meta.emplace_back(name, value ? std::optional(bytes_of(*value)) : std::nullopt);
   }
@@ -149,8 +148,7 @@ void bind_plan(py::module_& module) {
       .def("differing_copies", &differing_copies, py::arg("checksums"))
       .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))
       .def("describe", &SaveCoordinator::describe, NoGil())
-      .def("encode", &encoded, py::arg("written"), py::arg("storage_meta"), py::arg("version"),
-           py::arg("phases"));
+      .def("encode", &encoded, py::arg("written"), py::arg("storage_meta"), py::arg("version"));
 }
 
 }  // namespace torch_ckpt::python

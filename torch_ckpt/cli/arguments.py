@@ -17,7 +17,6 @@ from torch_ckpt._base.paths import is_url
 from torch_ckpt._base.version import __version__
 from torch_ckpt.checkpoint.step_names import LARGEST_STEP
 from torch_ckpt.cli import commands
-from torch_ckpt.cli.completion import SHELLS, subcommands
 from torch_ckpt.cli.exit_codes import ExitCode
 
 Command = Callable[[argparse.Namespace], ExitCode]
@@ -220,6 +219,12 @@ def overview() -> str:
     )
 
 
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Returns the parser of each command, by name."""
+    [of_commands] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(of_commands.choices)
+
+
 def suggest_command(parser: argparse.ArgumentParser, name: str) -> str:
     """Explains that a command does not exist and names the closest one; "" if it exists."""
     names = subcommands(parser)
@@ -257,7 +262,7 @@ def build_parser() -> argparse.ArgumentParser:
         summary, _, description = (run.__doc__ or "").partition("\n\n")
         help = f"{summary[:1].lower()}{summary[1:].rstrip('.')}"
         command = subparsers.add_parser(name, help=help, description=description)
-        command.set_defaults(run=run, command=command, parser=parser)
+        command.set_defaults(run=run, command=command)
         return command
 
     _add_inspection(add_command)
@@ -300,10 +305,6 @@ def _add_inspection(add_command: _AddCommand) -> None:
     _value(diff, "--atol", "X", _TOLERANCE, atol_help)
     _value(diff, "--rtol", "Y", _TOLERANCE, "see --atol")
     _add_json_or(diff, "--quiet", "print nothing if the checkpoints are equal")
-
-    explain = add_command("explain", commands.explain_checkpoint)
-    _add_directory(explain)
-    _add_json(explain)
 
 
 def _add_convert(add_command: _AddCommand) -> None:
@@ -384,6 +385,3 @@ def _add_machine(add_command: _AddCommand) -> None:
     size_help = "amount of data for each measurement (default: 256MiB; for a URL, 32MiB)"
     _value(doctor, "--size", "SIZE", _parse_measured_size, size_help)
     _add_json(doctor)
-
-    completion = add_command("completion", commands.print_completion)
-    completion.add_argument("shell", choices=SHELLS, help="the shell")

@@ -95,22 +95,6 @@ def list_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     return _print_with_faults(listing, listing.path, listing.faults, arguments)
 
 
-def explain_checkpoint(arguments: argparse.Namespace) -> ExitCode:
-    """Show what each rank wrote and how long it took.
-
-    Show what each rank wrote and, if the metadata records it, how long the rank took. Name the
-    ranks that stand out. Reads the metadata and the file lengths, not the data. Exits with 1 if a
-    data file or a shard is missing or a file is too short, and with 2 if the checkpoint cannot be
-    read.
-    """
-    from torch_ckpt.inspection.explain import explain
-
-    with _refusals_reported():
-        explanation = explain(arguments.directory)
-    faults = explanation.faults
-    return _print_with_faults(explanation, explanation.checkpoint, faults, arguments)
-
-
 def show_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     """Show values, statistics and file locations of tensors and objects.
 
@@ -353,19 +337,6 @@ def _set_pinned(arguments: argparse.Namespace, is_pinned: bool) -> ExitCode:
         print_json({"root": store.root, outcome: arguments.steps})
     else:
         print_blocks(f"{outcome}: {step}" for step in arguments.steps)
-    return ExitCode.SUCCESS
-
-
-def print_completion(arguments: argparse.Namespace) -> ExitCode:
-    """Print a tab completion script.
-
-    Print a completion script. For bash, add this line to ~/.bashrc: eval "$(torch-ckpt completion
-    bash)". For zsh, add this line to ~/.zshrc, after compinit: eval "$(torch-ckpt completion zsh)".
-    For fish, run: torch-ckpt completion fish > ~/.config/fish/completions/torch-ckpt.fish
-    """
-    from torch_ckpt.cli.completion import completion_script
-
-    print(completion_script(arguments.parser, arguments.shell), end="")
     return ExitCode.SUCCESS
 
 

@@ -19,7 +19,7 @@ class ExitCode(enum.IntEnum):
     SUCCESS = 0, "the command succeeded and found nothing wrong"
     FINDING = (
         1,
-        "ls, show, verify, explain: something is damaged or missing; diff: the checkpoints differ; "
+        "ls, show, verify: something is damaged or missing; diff: the checkpoints differ; "
         "gc, delete: a step to be deleted is in use; doctor: an assumption does not hold",
     )
     ERROR = (

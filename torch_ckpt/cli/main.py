@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch_ckpt._base.formatting import sentence
 from torch_ckpt.cli.arguments import (
@@ -37,6 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # set by the shell, for tab completion
+        with suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(parser)
     if not argv:
         print(overview(), end="", file=sys.stderr)
         return ExitCode.ERROR

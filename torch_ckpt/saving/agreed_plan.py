@@ -5,7 +5,6 @@ csrc/planning/save_coordinator.h describes the messages.
 
 from __future__ import annotations
 
-import json
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -53,10 +52,8 @@ class AgreedPlan:
         """
         meta = [] if storage_meta is None else [*vars(storage_meta).items()]
         texts = [(name, text) for name, text in meta if text is None or isinstance(text, str)]
-        seconds = [[round(phase, 4) for phase in of_rank.seconds] for of_rank in written]
-        phases = json.dumps(seconds, separators=(",", ":"))
         files = [of_rank.files for of_rank in written]
-        return self.coordinator.encode(files, texts, DCP_VERSION, phases)
+        return self.coordinator.encode(files, texts, DCP_VERSION)
 
 
 register(Part.PLANS, in_child=AgreedPlan.forget_in_child)

@@ -278,7 +278,6 @@ class SaveRun:
                 advice=_ADVICE,
                 on_staged=self._release,
             )
-            written.seconds = (*state.seconds, *written.seconds)
             if checksums:
                 written.checksums = checksums
             try:

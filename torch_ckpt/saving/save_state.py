@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import time
 import zlib
 from array import array
 from collections.abc import Collection, Iterator
@@ -59,7 +58,6 @@ class SaveState:
 
     @no_gc()
     def __init__(self, state_dict: StateDict, *, snapshot: bool = False) -> None:
-        begin = time.perf_counter()
         refuse_capture()
         #: Watches the tensors of a snapshot; None for other states.
         self.watch = _C.SourceWatch() if snapshot else None
@@ -84,8 +82,6 @@ class SaveState:
         self._described: dict[int, list[WriteItem]] = {}
         self.structure = (b"", b"")
         self.resolved = 0
-        #: Seconds spent on planning and on the lookup of values.
-        self.seconds = time.perf_counter() - begin, 0.0
 
     # --- the values ------------------------------------------------------------------------------
 
@@ -126,7 +122,6 @@ class SaveState:
             CheckpointError: a tensor has no values, or this rank's part of a DTensor is not a
                 single block.
         """
-        begin = time.perf_counter()
         for row in self._flat.described_by_torch():
             name, value = self._flat.name(row), self._flat.value(row)
             _require_values(name, value)
@@ -135,7 +130,6 @@ class SaveState:
         for row in self._flat.on_meta():
             _require_values(self._flat.name(row), self._flat.value(row))
         self.structure = self._flat.contents(hash_layout)
-        self.seconds = self.seconds[0] + time.perf_counter() - begin, 0.0
 
     def fingerprints(self, mode: str) -> bytes:
         """Returns 4 bytes for each plain tensor, then for each object. These values are assumed to
@@ -173,16 +167,13 @@ class SaveState:
         Raises:
             CheckpointError: a value cannot be pickled, or a tensor cannot be saved.
         """
-        begin = time.perf_counter()
         for item, row, value, part in self._flat.items_to_convert(items):
             if row in self._described or isinstance(value, torch.Tensor):
                 found = self._tensor(row, value, part)
             else:
                 found = self._pickle(self._flat.name(row), value)
             self._flat.set_item(item, found)
-        sources = self._flat.sources(items, with_names)
-        self.seconds = self.seconds[0], time.perf_counter() - begin
-        return sources
+        return self._flat.sources(items, with_names)
 
     @no_gc()
     def parts(self, items: bytes, places: bytes, dtype: torch.dtype | None) -> _C.SaveSources:
@@ -196,7 +187,6 @@ class SaveState:
         Raises:
             CheckpointError: the files cannot hold a tensor.
         """
-        begin = time.perf_counter()
         # The engine itself makes tensors on devices contiguous.
         for _item, row, value, _part in self._flat.items_to_convert(items):
             if not _C.is_plain(value):
@@ -205,9 +195,7 @@ class SaveState:
                     "layout, subclass or device; convert it to a plain tensor first, or leave it "
                     "out"
                 )
-        sources = self._flat.parts(items, places, dtype)
-        self.seconds = self.seconds[0], time.perf_counter() - begin
-        return sources
+        return self._flat.parts(items, places, dtype)
 
     # --- the sources of a snapshot ---------------------------------------------------------------
 

@@ -6,7 +6,6 @@ Saves, DCP's writer and Megatron's queues write in this way. csrc/torch/tensor_s
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -36,14 +35,11 @@ class Written:
     Attributes:
         files: the files, with the location and CRC-32 of each item.
         directory: identity of the directory that contains the files.
-        seconds: durations of planning, of looking up the values and of writing. Only the duration
-            of writing if the engine did not plan.
         checksums: see :meth:`SaveState.checksums`. Set if the plan requests any.
     """
 
     files: _core.WrittenFiles
     directory: DirectoryIdentity
-    seconds: tuple[float, ...] = ()
     # Most plans request none. Then the attribute is not in the message to the coordinator.
     checksums: bytes = dataclasses.field(default=b"", init=False)
 
@@ -90,7 +86,6 @@ def write_files(
         OSError: a system call failed. All files of this write were removed.
         SourceChanged: a source was written to before it was copied.
     """
-    begin = time.perf_counter()
     max_host_bytes = options.max_host_bytes or 0
     if not is_snapshot:
         # Other streams read the CUDA tensors that the current streams compute.
@@ -146,7 +141,7 @@ def write_files(
         del directory
         raise
     with no_gc():
-        return Written(save.finish(), identity, (time.perf_counter() - begin,))
+        return Written(save.finish(), identity)
 
 
 def progress_of(save: _C.Save) -> Progress:

@@ -23,7 +23,6 @@ from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.checkpoint.step_names import DELETED_NAME, MARKER_NAME, PINNED_NAME, step_name
 from torch_ckpt.inspection.diff import diff
-from torch_ckpt.inspection.explain import explain
 from torch_ckpt.inspection.listing import examine
 from torch_ckpt.inspection.show import show
 from torch_ckpt.loading.page_cache import RankReads, want_same_bytes
@@ -127,7 +126,6 @@ def test_each_function_that_reads_a_checkpoint_accepts_steps_and_roots(
     assert (report.checkpoint, report.ok, report.unreferenced) == (step, True, [])
     assert show(path).checkpoint == step
     assert diff(path, f"{run.root}/40").a == step
-    assert explain(path).checkpoint == step
     assert examine(path).path == step
     with torch_ckpt.open(path) as checkpoint:
         assert checkpoint.location == step

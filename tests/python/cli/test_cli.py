@@ -28,8 +28,7 @@ from tests.commands import Run
 from tests.fault_hooks import before, failing
 from tests.support import data_files, save, save_step
 from torch_ckpt._base.formatting import size
-from torch_ckpt.cli.arguments import build_parser
-from torch_ckpt.cli.completion import subcommands
+from torch_ckpt.cli.arguments import build_parser, subcommands
 from torch_ckpt.cli.exit_codes import ExitCode
 from torch_ckpt.steps import LocalSteps
 
@@ -287,13 +286,12 @@ def test_commands_on_checkpoints_accept_urls(run: Run, tmp_path: Path) -> None:
     assert "1 tensor, 12 parameters, 1 object" in run("ls", url)
     assert "no damage found" in run("verify", url)
     assert "[0:3, 0:4]" in run("show", url, "w")
-    assert "1 rank wrote 2 records" in run("explain", url)
     run("convert", url, f"{url}.safetensors", "--tensors-only")
     run("diff", url, f"{url}.safetensors", "w")
 
 
 @pytest.mark.parametrize(
-    "arguments", ["ls URL", "verify URL", "show URL", "explain URL", "diff URL a", "convert URL a"]
+    "arguments", ["ls URL", "verify URL", "show URL", "diff URL a", "convert URL a"]
 )
 def test_a_url_that_is_not_allowed_is_refused_in_one_line(run: Run, arguments: str) -> None:
     error = run(*arguments.replace("URL", "s3://user:secret@bucket/run").split(), code=2)
@@ -368,7 +366,7 @@ def test_every_command_is_documented() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *("ls PATH", "show PATH", "verify PATH", "explain PATH", "diff PATH PATH"),
+        *("ls PATH", "show PATH", "verify PATH", "diff PATH PATH"),
         *("convert PATH model.pt", "steps PATH", "gc PATH --keep-last 1", "delete PATH 1"),
         *("pin PATH 1", "unpin PATH 1", "doctor PATH"),
     ],
@@ -429,7 +427,7 @@ def test_names_may_follow_options(tmp_path: Path, run: Run) -> None:
     assert "total: 1 tensor, " in run("ls", tmp_path, "--files", "weight")
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "explain", "diff"])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "diff"])
 def test_each_command_prints_the_same_error(tmp_path: Path, run: Run, command: str) -> None:
     def error_of(path: object) -> str:
         return run.refused(command, *[path] * (2 if command == "diff" else 1))

@@ -46,13 +46,12 @@ def run(*arguments: str | Path) -> list[str]:
             ("convert --help", "0"),
             ("ls SAVED", "0"),
             ("verify SAVED", "0"),
-            ("explain SAVED", "0"),
         ),
-        *((f"{name} SAVED --json", "0") for name in ("ls", "verify", "explain")),
-        *((f"{name} file://SAVED", "0") for name in ("ls", "verify", "explain")),
+        *((f"{name} SAVED --json", "0") for name in ("ls", "verify")),
+        *((f"{name} file://SAVED", "0") for name in ("ls", "verify")),
         ("doctor memory://SAVED --size 64KiB", "0"),
         # Errors before any tensor is read.
-        *((f"{name} NONE", "2") for name in ("ls", "verify", "explain", "show", "doctor", "steps")),
+        *((f"{name} NONE", "2") for name in ("ls", "verify", "show", "doctor", "steps")),
         ("diff SAVED NONE", "2"),
     ],
 )

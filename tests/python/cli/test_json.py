@@ -14,8 +14,7 @@ import torch
 
 from tests.commands import Run
 from tests.support import data_files, save, save_step
-from torch_ckpt.cli.arguments import build_parser
-from torch_ckpt.cli.completion import subcommands
+from torch_ckpt.cli.arguments import build_parser, subcommands
 from torch_ckpt.cli.host_doctor import HostsReport
 from torch_ckpt.cli.output import print_json
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
@@ -68,7 +67,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        *("ls ROOT/2", "explain ROOT/2", "convert ROOT/2 ROOT/model.pt", "steps ROOT"),
+        *("ls ROOT/2", "convert ROOT/2 ROOT/model.pt", "steps ROOT"),
         *("gc ROOT --keep-last 1", "delete ROOT 1", "pin ROOT 1", "unpin ROOT 1"),
         "doctor ROOT --size 1MiB",
     ],

@@ -125,7 +125,6 @@ NO_OPTIONS = {
 }
 #: Files with texts of this form that are not messages: scripts, drawings, digests and settings.
 NO_MESSAGES = (
-    "torch_ckpt/cli/completion.py",
     "torch_ckpt/training/graphs.py",
     "torch_ckpt/huggingface/model_target.py",
     "torch_ckpt/publication/version_target.py",
