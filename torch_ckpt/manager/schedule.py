@@ -104,6 +104,8 @@ class Schedule:
         is_timed = self._min_seconds is not None
         # All ranks accept the same steps, but only rank 0's is_busy() counts.
         skips = not is_timed and self._skip_if_busy and accepts
+        # A save that starts without a question must not begin a block, in which no export starts.
+        asks_idle = asks_idle and not ((accepts and not is_timed) or step in self._steps)
         if not (is_timed or skips or asks_idle):
             return Decision(accepts or step in self._steps)
 

@@ -317,13 +317,14 @@ def test_schedules_of_two_managers_are_independent(store: dist.Store) -> None:
     assert in_threads(one, work) == [[False, True, True]] * 2
 
 
-def test_rank_0_decides_whether_it_is_idle_at_the_first_step_of_a_block(store: dist.Store) -> None:
+def test_rank_0_decides_whether_it_is_idle_unless_a_save_starts(store: dist.Store) -> None:
     made = schedules(store, 2, 2)
 
     def work(rank: int, one: Schedule) -> list[tuple[bool, bool]]:
-        return [tuple(one.decide(step, (idle, busy)[rank], asks_idle=True)) for step in (1, 2)]
+        is_busy = (idle, busy)[rank]
+        return [tuple(one.decide(step, is_busy, asks_idle=True)) for step in (1, 2, 3)]
 
-    assert in_threads(made, work) == [[(False, True), (True, True)]] * 2
+    assert in_threads(made, work) == [[(False, True), (True, False), (False, True)]] * 2
 
 
 def test_a_rank_that_does_not_ask_whether_rank_0_is_idle_makes_no_request() -> None:
