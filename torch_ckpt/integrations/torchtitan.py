@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from concurrent.futures import Future
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -18,18 +19,23 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch_ckpt import api
 from torch_ckpt._base.checks import require_choice
 from torch_ckpt._base.paths import is_url
+from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.manager import CheckpointManager, LocalTier, SaveOptions
 from torch_ckpt.stores import open_store
 
 try:
-    from torchtitan.components.checkpointer import MODEL, BaseCheckpointManager, ModelWrapper
+    from torchtitan.components.checkpointer import (  # type: ignore[import-untyped]
+        MODEL,
+        BaseCheckpointManager,
+        ModelWrapper,
+    )
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "torch_ckpt.integrations.torchtitan needs torchtitan 0.3. Run pip install torchtitan"
     ) from error
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools import filesystem
+from torchtitan.config import TORCH_DTYPE_MAP  # type: ignore[import-untyped]
+from torchtitan.tools import filesystem  # type: ignore[import-untyped]
 
 __all__ = ["TorchCkptManager"]
 
@@ -47,7 +53,7 @@ _SETTINGS = (
 )
 
 
-class TorchCkptManager(BaseCheckpointManager):  # type: ignore[no-untyped-call]
+class TorchCkptManager(BaseCheckpointManager):  # type: ignore[misc]
     """Checkpoints of torchtitan's Trainer, with the settings of torchtitan's own checkpointer.
 
     A :class:`torch_ckpt.CheckpointManager` saves the steps, such as ``folder/0000000100``. A model
@@ -70,7 +76,7 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[no-untyped-call]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseCheckpointManager.Config):
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
         """Settings of the checkpointer.
 
         Attributes:
@@ -99,7 +105,8 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[no-untyped-call]
         sd_adapter: Any,
         base_folder: str = "",
     ) -> None:
-        self.enable, self.save_future = config.enable, None
+        self.enable = config.enable
+        self.save_future: Future[Checkpoint] | None = None
         if not self.enable:
             return
         self.config, self.states, self.sd_adapter = config, states, sd_adapter
