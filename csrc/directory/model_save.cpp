@@ -119,13 +119,12 @@ Result<> require_replaceable(const os::Directory& parent, const std::string& nam
 bool is_unused_and_empty(const os::Directory& parent, const std::string& name) {
   auto opened = parent.open_directory(name);
   if (!opened) return false;
-  // On a network file system, a lock is a file.
-  if (opened->is_local()) {
-    const auto locked = opened->try_lock_exclusive();
-    if (!locked || !*locked) return false;
-  }
   const auto names = opened->names();
-  return names && names->empty();
+  if (!names || !names->empty()) return false;
+  // On a network file system, the lock is a file, so a locked directory is not empty.
+  if (!opened->is_local()) return true;
+  const auto locked = opened->try_lock_exclusive();
+  return locked && *locked;
 }
 
 /// Gives the new directory the permissions of the one that it replaces.
@@ -180,10 +179,12 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
                          removed.error().message());
   }
   const bool is_present = std::ranges::find(*names, name) != names->end();
-  const bool is_empty = is_present && is_unused_and_empty(parent, name);
+  const bool is_empty = is_present && !may_replace && is_unused_and_empty(parent, name);
   if (is_present) {
     if (!may_replace && !is_empty) {
-      return exists(parent, name, "it exists already; pass overwrite=True to replace it");
+      return exists(parent, name,
+                    "it exists already, and is in use or not empty; pass overwrite=True to replace "
+                    "it");
     }
     if (auto replaceable = require_replaceable(parent, name, extras); !replaceable) {
       return replaceable.error();
@@ -314,7 +315,7 @@ PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
   if (!identity) return {PublishState::not_published, identity.error()};
   Publication publication{temporary_, name_, {}, *identity};
   publication.is_private = true;
-  if (replaces_empty_ && !may_replace_) {
+  if (replaces_empty_) {
     // Fails unless the directory is still empty.
     auto removed = parent_.remove_directory(name_);
     if (!removed && is_unused_and_empty(parent_, name_)) {

@@ -30,13 +30,13 @@
 //     these. It fsyncs each file, then the directory. A publication may then share files with
 //     another directory, and add a delta (version.h).
 //  4. If "model" does not exist, the coordinator renames the new directory to "model"; the rename
-//     fails if another process has created it meanwhile. If "model" was an empty directory in 1
-//     and may not be replaced, the coordinator first removes it, which fails if another process has
-//     added a file to it. If "model" exists and may be
-//     replaced, the coordinator exchanges the names of the two directories. This is the commit
-//     point. On a file system that cannot exchange names, the old directory is first renamed to
+//     fails if another process has created it meanwhile. If "model" exists and may be replaced, the
+//     coordinator exchanges the names of the two directories. This is the commit point. On a file
+//     system that cannot exchange names, the old directory is first renamed to
 //     ".model.former-{32 hex digits}", so that a crash between the two renames leaves no "model",
-//     but the old directory under that name, which no save removes.
+//     but the old directory under that name, which no save removes. If nothing may be replaced, the
+//     coordinator first removes a directory that was empty in 1. The removal fails if another
+//     process has added a file.
 //  5. The coordinator fsyncs the parent directory. Only then is the save reported as successful.
 //  6. The coordinator removes the old directory, which now has a temporary name. A directory is
 //     replaced only if it contains nothing but model files and files that its own checksums name.
@@ -94,7 +94,7 @@ class ModelSave {
   std::string name_;
   std::string temporary_;
   bool may_replace_;
-  bool replaces_empty_;  // the directory existed and was empty
+  bool replaces_empty_;  // only an empty directory may be replaced, and there was one
   std::set<std::string> extras_;
   std::vector<format::SafeChecksums> checksums_;  // set by complete()
   bool has_ended_ = false;

@@ -70,6 +70,16 @@ def case_each_stage_of_a_pipeline_restores_its_own_part(launch: Launch) -> None:
         assert_equal(resumed.state(), expected.state())
 
 
+def case_an_error_of_one_ranks_state_is_raised_on_all_ranks(launch: Launch) -> None:
+    trainer("ours", launch, "run").train(2)
+    fresh = trainer("ours", launch, "run")
+    if launch.rank == 1:
+        fresh.optimizers.state_dict = lambda: 1 // 0
+    with pytest.raises((ZeroDivisionError, RuntimeError), match="division"):
+        fresh.checkpointer.load()
+    fresh.checkpointer.close()
+
+
 def case_each_continues_the_run_of_the_other(launch: Launch) -> None:
     expected = trainer("stock", launch, "stock")
     expected.train()

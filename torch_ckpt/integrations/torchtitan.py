@@ -1,23 +1,26 @@
 """Saves checkpoints for torchtitan's Trainer: the checkpointer ``TorchCkptManager``.
 
-The values of a step have the same names as in torchtitan's own checkpoints. So each of the two
-checkpointers can continue a run of the other.
+The values of a step have the same names as in torchtitan's own checkpoints. So torchtitan's
+checkpointer can load a step, and this checkpointer can continue a run of torchtitan's.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from torch_ckpt import api
 from torch_ckpt._base.checks import require_choice
+from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
@@ -44,7 +47,7 @@ _STOCK_NAME = re.compile(r"step-(\d+)")
 
 _MODES = ("disabled", "async", "async_with_pinned_mem")
 
-# The settings that this checkpointer knows: those of torchtitan 0.3, and its own.
+# Known settings: torchtitan 0.3's and this checkpointer's.
 _SETTINGS = (
     *("enable", "folder", "interval", "keep_latest_k", "load_only", "load_step", "async_mode"),
     *("initial_load_path", "initial_load_model_only", "initial_load_in_hf", "export_dtype"),
@@ -116,7 +119,10 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[misc]
         if sd_adapter is None and (config.last_save_in_hf or config.initial_load_in_hf):
             raise ValueError("Hugging Face's format needs a model with an sd_adapter")
         if config.last_save_in_hf and config.create_seed_checkpoint:
-            raise ValueError("a seed cannot have Hugging Face's format: no run could begin with it")
+            raise ValueError(
+                "create_seed_checkpoint cannot be combined with last_save_in_hf: no run can start "
+                "from Hugging Face's format in its own folder. Pass last_save_in_hf=False"
+            )
         if unknown := set(config.exclude_from_loading) - states.keys():
             raise ValueError(f"exclude_from_loading: the state has no {', '.join(sorted(unknown))}")
         self.folder = filesystem.join(base_folder, config.folder)
@@ -165,7 +171,8 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[misc]
         self.manager.wait_until_finished()
 
     def _maybe_wait_for_staging(self) -> None:
-        # All ranks raise an error of the save at its next step, not as soon as one of them knows.
+        # Do not raise the save's error here: ranks detect the error at different steps. The next
+        # save raises it on all ranks.
         pending = self.manager._saver.pending
         if pending is not None and pending.can_wait:
             pending.handle.wait_staged_quietly()
@@ -178,13 +185,18 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[misc]
         ask = self.manager._run.ask_rank_0
         stock, exports = ask("TorchCkptManager.load", lambda: _stock_steps(self.folder))
         wanted = max(stock, default=-1) if step == -1 else step
+        if step != -1 and stock and stock[-1] > step and self.manager._run.rank == 0:
+            warn(
+                f"step {step} is loaded, but {self.folder} has later steps of torchtitan's "
+                f"checkpointer, up to step-{stock[-1]}. A restart without load_step continues from "
+                "the newest of them: move them to another directory"
+            )
         if self._restore(step, wanted, is_in_stock=wanted in stock):
             return True
         config, adapter = self.config, self.sd_adapter
         path, model_only = config.initial_load_path, config.initial_load_model_only
         if wanted != -1:
             path, model_only = filesystem.join(self.folder, f"step-{wanted}"), wanted == 0
-            self.manager._timeline.restored(wanted, is_chosen=step != -1)
         elif exports:
             raise CheckpointError(
                 f"{self.folder} has a model in Hugging Face's format ({exports[0]}), but no step "
@@ -205,30 +217,50 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[misc]
         state = self._read(model_only, config.exclude_from_loading)
         api.load(state, path)
         self._apply(state)
+        if wanted != -1:
+            self.manager._timeline.restored(wanted, is_chosen=step != -1)
+        LOGGER.info("loaded %s", path)
         return True
 
     def _restore(self, step: int, wanted: int, is_in_stock: bool) -> bool:
-        """Restores a step of the manager; -1 means the newest one. Returns False if there is none,
-        or if torchtitan's own checkpointer has saved a newer one."""
+        """Restores a step of the manager; -1 means the newest step.
+
+        Args:
+            wanted: the newest step of torchtitan's checkpointer, or ``step``. Older steps are not
+                restored.
+            is_in_stock: torchtitan's checkpointer has saved the step.
+
+        Returns:
+            False if the manager has no such step.
+        """
         state: dict[str, Any] = {}
 
-        # The state is read only if there is a step: to read the state of a new optimizer,
-        # torchtitan makes an optimizer step with zero gradients, which a fresh run must not make.
+        # Read the state only if there is a step: torchtitan reads the state of a new optimizer by
+        # running an optimizer step with zero gradients. A run that starts from scratch must not run
+        # this step.
         def state_of(chosen: int) -> dict[str, Any]:
-            state.clear()
+            if chosen < wanted:
+                raise _OlderStepError
             # Step 0 is a seed, which has only a model.
+            if chosen == 0 and state.keys() & self.states.keys():
+                raise CheckpointError(
+                    "the steps after the seed are damaged, and have changed the optimizer. To "
+                    "start from the seed, restart with load_step=0"
+                )
+            state.clear()
             state.update(self._read(chosen == 0, self.config.exclude_from_loading))
             return state
 
         try:
-            restored = self.manager._restore(
-                state_of, None if step == -1 else step, restores_structure=False
-            )
-        except FileNotFoundError:
-            if not is_in_stock:
+            restored = self.manager._restore({}, None if step == -1 else step, state_of=state_of)
+        except _OlderStepError:
+            return False
+        except FileNotFoundError as error:
+            # A failed load is also an error of its cause's type.
+            if not is_in_stock or isinstance(error, CheckpointException):
                 raise
             return False
-        if restored is None or restored < wanted:
+        if restored is None:
             return False
         self._apply(state)
         return True
@@ -243,20 +275,27 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _apply(self, state: dict[str, Any]) -> None:
         self.states[MODEL].load_state_dict(state)
-        for key in self.states.keys() & state.keys():
+        for key in sorted(self.states.keys() & state.keys()):
             if hasattr(self.states[key], "load_state_dict"):
                 self.states[key].load_state_dict(state[key])
             else:
                 self.states[key] = state[key]
 
 
+class _OlderStepError(Exception):
+    """Raised if torchtitan's checkpointer has saved a newer step."""
+
+
 def _stock_steps(folder: str) -> tuple[list[int], list[str]]:
     """Returns the steps of torchtitan's own checkpointer in a folder, and the names of directories
     with a model in Hugging Face's format."""
+    names: list[str] = []
     if is_url(folder):
         names = [entry.name for entry in open_store(folder).list()]
     else:
-        names = [f"{path.parent.name}/{path.name}" for path in Path(folder).glob("step-*/*")]
+        with suppress(FileNotFoundError):
+            for name in filter(_STOCK_NAME.fullmatch, os.listdir(folder)):
+                names += [f"{name}/{file}" for file in os.listdir(f"{folder}/{name}")]
     steps, exports = [], []
     for name in names:
         directory, _, file = name.partition("/")

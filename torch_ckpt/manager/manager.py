@@ -598,21 +598,21 @@ class CheckpointManager:
 
             first_step = manager.restore({"model": model, "optimizer": optimizer})
         """
-        if callable(state):
-            require_state(state)
-        return self._restore(state, step, names=names, strict=strict, rename=rename) or 0
+        restored = self._restore(state, step, names=names, strict=strict, rename=rename)
+        self._reserve_memory(state)
+        return restored or 0
 
     def _restore(
         self,
-        state: State | Callable[[int], State],
-        step: int | None = None,
+        state: State,
+        step: int | None,
         *,
         names: Names = None,
         strict: bool = True,
         rename: Rename = None,
-        restores_structure: bool = True,
+        state_of: Callable[[int], State] | None = None,
     ) -> int | None:
-        """Restores a step for a framework whose states must not be read before a step is chosen.
+        """Restores a step.
 
         Args: see :meth:`Restorer.restore`.
 
@@ -625,16 +625,9 @@ class CheckpointManager:
             step = int(step_name(step))
         self._saver.wait()
         restored = self._restorer.restore(
-            state,
-            step,
-            names=names,
-            strict=strict,
-            rename=rename,
-            restores_structure=restores_structure,
+            state, step, names=names, strict=strict, rename=rename, state_of=state_of
         )
         self._timeline.restored(restored, is_chosen=step is not None)
-        if not callable(state):
-            self._reserve_memory(state)
         if restored is None:
             return None
         self._saver.exports.rewound(restored)

@@ -111,21 +111,22 @@ class Restorer:
 
     def restore(
         self,
-        state: State | Callable[[int], State],
+        state: State,
         step: int | None,
         *,
         names: Names = None,
         strict: bool = True,
         rename: Rename = None,
-        restores_structure: bool = True,
+        state_of: Callable[[int], State] | None = None,
     ) -> int | None:
         """Restores the state from a step.
 
         Args:
-            state: the state, or a function that returns the state for a step. The function is
-                called when the step has been chosen, so not at all if there is none.
-            step, names, strict, rename: see :meth:`torch_ckpt.CheckpointManager.restore`.
-            restores_structure: see :class:`LoadRun`.
+            state, step, names, strict, rename: see
+                :meth:`torch_ckpt.CheckpointManager.restore`.
+            state_of: returns the state for a step, instead of ``state``. Called after a step has
+                been chosen, again for each further attempt, and never if the root has no step. The
+                step is loaded into the structure of this state (see :class:`LoadRun`).
 
         Returns:
             The restored step; None if the root has no step.
@@ -137,18 +138,19 @@ class Restorer:
             "names": reusable(names),
             "strict": strict,
             "rename": reusable(rename),
-            "restores_structure": restores_structure,
+            "restores_structure": state_of is None,
         }
         try:
-            return self._restore(state, step, arguments)
+            return self._restore(state, step, state_of, arguments)
         finally:
             if self._disks is not None:
                 self._disks.stop_serving()
 
     def _restore(
         self,
-        state: State | Callable[[int], State],
+        state: State,
         step: int | None,
+        state_of: Callable[[int], State] | None,
         arguments: LoadArguments,
     ) -> int | None:
         self.skipped, self.report = 0, None
@@ -168,6 +170,8 @@ class Restorer:
             tried.add(candidate)
             with self._deletions.reading(candidate):
                 try:
+                    if state_of is not None:
+                        state = self._ask_for_state(candidate, state_of)
                     report = self._load(candidate, found, state, arguments)
                 except CheckpointException as error:
                     if step is not None or not is_damage(error) or is_elsewhere(error):
@@ -194,11 +198,7 @@ class Restorer:
         )
 
     def _load(
-        self,
-        step: int,
-        found: _Candidates,
-        state: State | Callable[[int], State],
-        arguments: LoadArguments,
+        self, step: int, found: _Candidates, state: State, arguments: LoadArguments
     ) -> LoadReport | Checkpoint:
         """Loads a step. If the load of copies on the hosts' disks fails, verifies the copies, and
         loads the intact ones, and the files of the root."""
@@ -218,16 +218,19 @@ class Restorer:
         return self._load_copies(step, again, state, arguments)
 
     def _load_copies(
-        self,
-        step: int,
-        found: _Candidates,
-        state: State | Callable[[int], State],
-        arguments: LoadArguments,
+        self, step: int, found: _Candidates, state: State, arguments: LoadArguments
     ) -> LoadReport | Checkpoint:
         if self._disks is not None:
             self._disks.choose(step, found.choices.get(step), found.addresses)
-        chosen = state(step) if callable(state) else state
-        return self._load_with_retries(step, chosen, arguments)
+        return self._load_with_retries(step, state, arguments)
+
+    def _ask_for_state(self, step: int, state_of: Callable[[int], State]) -> State:
+        """Calls ``state_of`` on all ranks. If it fails on one of them, all ranks raise."""
+        with (
+            CollectiveCall(_CALL, self._run.process_group, self._run.timeout) as call,
+            call.alive(time.monotonic_ns),
+        ):
+            return call.run_on_all(lambda: state_of(step))
 
     def _report_skipped(self, step: int, damage: str, candidates: list[int]) -> None:
         self._run.report(Event("damaged", step, self._run.rank, message=f"{damage}; skipped"))
@@ -250,10 +253,7 @@ class Restorer:
         )
 
     def _agree_on_candidates(
-        self,
-        step: int | None,
-        state: State | Callable[[int], State],
-        suspects: Collection[int] = (),
+        self, step: int | None, state: State, suspects: Collection[int] = ()
     ) -> _Candidates:
         """Returns the same candidates on all ranks.
 
@@ -263,8 +263,7 @@ class Restorer:
 
         def list_steps() -> _Listing:
             # Otherwise, an empty root would accept anything.
-            if not callable(state):
-                require_state(state)
+            require_state(state)
             run = self._run
             with call.alive(time.monotonic_ns):
                 copies, address, entries = run.store.copies(suspects), b"", []

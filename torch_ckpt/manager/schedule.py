@@ -26,8 +26,8 @@ class Decision(NamedTuple):
 
     Attributes:
         saves: a save is due.
-        is_idle: rank 0 runs no save; False if the caller did not ask, or nothing starts at this
-            step.
+        is_idle: rank 0 runs no save; False if the caller did not ask, if a save starts at this step
+            anyway, or if nothing starts at this step.
     """
 
     saves: bool
@@ -104,7 +104,8 @@ class Schedule:
         is_timed = self._min_seconds is not None
         # All ranks accept the same steps, but only rank 0's is_busy() counts.
         skips = not is_timed and self._skip_if_busy and accepts
-        # A save that starts without a question must not begin a block, in which no export starts.
+        # If a save starts anyway, do not ask: the decision would begin a block, within which no
+        # export starts.
         asks_idle = asks_idle and not ((accepts and not is_timed) or step in self._steps)
         if not (is_timed or skips or asks_idle):
             return Decision(accepts or step in self._steps)

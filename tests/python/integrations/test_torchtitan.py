@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from errno import EIO, ENOSPC
+from errno import EACCES, EIO, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import torch_ckpt
-from tests.fault_hooks import failing
+from tests.fault_hooks import failing, held
 from tests.metadata import read_metadata
 from tests.support import assert_equal
 from torch_ckpt import CheckpointError
@@ -109,7 +111,7 @@ def test_the_run_in_a_folder_of_torchtitans_checkpoints_is_continued(tmp_path: P
     assert loaded(Ours, tmp_path, 8).step == 8
 
 
-def test_training_goes_on_from_a_chosen_step_of_torchtitan_although_there_are_newer_ones(
+def test_training_continues_from_a_chosen_older_step_of_torchtitan(
     tmp_path: Path,
 ) -> None:
     trained(Stock, tmp_path, 4)
@@ -176,11 +178,11 @@ def test_steps_that_are_only_on_the_hosts_disks_are_newer_than_a_seed(
     assert loaded(Ours, tmp_path / "shared", **config).step == 4
 
 
-def test_a_folder_with_only_an_export_begins_no_new_run(tmp_path: Path) -> None:
+def test_a_folder_with_only_an_export_is_refused(tmp_path: Path) -> None:
     trained(Ours, tmp_path, interval=STEPS, last_save_model_only=True, last_save_in_hf=True)
     with pytest.raises(CheckpointError, match=f"step-{STEPS}.*Choose another folder"):
         new(Ours, tmp_path).checkpointer.load()
-    with pytest.raises(ValueError, match="a seed cannot have"):
+    with pytest.raises(ValueError, match="create_seed_checkpoint cannot be combined"):
         new(
             Ours,
             tmp_path,
@@ -188,6 +190,79 @@ def test_a_folder_with_only_an_export_begins_no_new_run(tmp_path: Path) -> None:
             last_save_model_only=True,
             last_save_in_hf=True,
         )
+
+
+def damaged(step: Path) -> None:
+    """Changes a byte of the last tensor of a step."""
+    [file] = step.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    index = read_metadata(step)
+    last = max(index.storage_data.values(), key=lambda info: info.offset)
+    data[last.offset + last.length // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_run_does_not_fall_back_to_a_seed_with_the_optimizer_of_a_damaged_step(
+    tmp_path: Path,
+) -> None:
+    seed = new(Ours, tmp_path, last_save_model_only=True)
+    seed.checkpointer.save(0, last_step=True)
+    seed.checkpointer.close()
+    loaded(Ours, tmp_path).train(2)
+    damaged(tmp_path / "0000000002")
+    with pytest.raises(CheckpointError, match="restart with load_step=0"):
+        new(Ours, tmp_path).checkpointer.load()
+    assert loaded(Ours, tmp_path, 0).step == 0
+
+
+def test_a_chosen_step_without_a_file_is_not_replaced_by_torchtitans_step_of_its_number(
+    tmp_path: Path,
+) -> None:
+    trained(Stock, tmp_path, 4)
+    with pytest.warns(match="later steps of torchtitan's checkpointer, up to step-4"):
+        rewound = loaded(Ours, tmp_path, 2)
+    rewound.train(4)
+    [file] = (tmp_path / "0000000004").glob("*.distcp")
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"\.distcp"):
+        new(Ours, tmp_path).checkpointer.load(4)
+
+
+def test_the_manager_restores_no_older_step_than_torchtitans_newest(tmp_path: Path) -> None:
+    trained(Ours, tmp_path, 4)
+    trainer = new(Stock, tmp_path)
+    trainer.train(6)
+    [file] = (tmp_path / "0000000004").glob("*.distcp")
+    file.unlink()
+    assert loaded(Ours, tmp_path).step == 6
+
+
+def test_a_directory_that_cannot_be_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(Stock, tmp_path, 2)
+    listdir = os.listdir
+
+    def refuse(path: str) -> list[str]:
+        if path.endswith("step-2"):
+            raise PermissionError(EACCES, "no", path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(PermissionError, match="step-2"):
+        new(Ours, tmp_path).checkpointer.load()
+
+
+def test_the_last_step_is_complete_in_the_folder_when_training_ends(tmp_path: Path) -> None:
+    trainer = new(Ours, tmp_path / "shared", local=str(tmp_path / "local"), interval=STEPS)
+    trainer.checkpointer.load()
+    with held("pwrite", "*/shared/*.part") as gate, ThreadPoolExecutor(1) as pool:
+        training = pool.submit(trainer.train)
+        gate.wait()
+        assert not training.done()
+        gate.open()
+        training.result()
+    assert steps_in(tmp_path / "shared") == numbered(STEPS)
 
 
 def test_a_state_without_values_is_restored(tmp_path: Path) -> None:
