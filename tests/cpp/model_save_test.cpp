@@ -279,6 +279,16 @@ TEST_F(ModelSaveTest, RefusesToReplaceAnEmptyDirectoryInWhichASaveHasBegun) {
   EXPECT_EQ(refused.error().sys_errno, EEXIST);
 }
 
+TEST_F(ModelSaveTest, ReportsThatAnEmptyDirectoryCannotBeRemoved) {
+  fs::create_directory(directory_.file("model"));
+  auto begun = begin(false).value();
+  const os::ScopedFaultHook hook(NthCallFails("rmdir", 1, EROFS));
+  const auto outcome = begun.publish(true, warnings_);
+  EXPECT_EQ(outcome.state, PublishState::not_published);
+  EXPECT_EQ(outcome.error.sys_errno, EROFS);
+  EXPECT_EQ(siblings(), Names{"model"});
+}
+
 TEST_F(ModelSaveTest, RefusesToReplaceALinkToAnEmptyDirectory) {
   fs::create_directory(directory_.file("elsewhere"));
   fs::create_directory_symlink("elsewhere", directory_.file("model"));

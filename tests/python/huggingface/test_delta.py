@@ -212,8 +212,10 @@ def test_out_keeps_the_base(versions: tuple[Path, Path], tmp_path: Path) -> None
     torch_ckpt.apply_delta(version, base, out=tmp_path / "made")
     assert_same_files(tmp_path / "made", version)
     assert_equal(safetensors.torch.load_file(base / "model.safetensors")["steps"], torch.arange(9))
-    with pytest.raises(FileExistsError):
-        torch_ckpt.apply_delta(version, base, out=tmp_path / "made")
+    (tmp_path / "empty").mkdir()
+    for existing in ("made", "empty"):
+        with pytest.raises(FileExistsError, match="choose another directory"):
+            torch_ckpt.apply_delta(version, base, out=tmp_path / existing)
     with pytest.raises(ValueError, match="out is for directories"):
         torch_ckpt.apply_delta(version, model(), out=tmp_path / "other")
 

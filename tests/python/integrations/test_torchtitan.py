@@ -339,7 +339,9 @@ def test_steps_are_saved_on_the_hosts_own_disk_first(tmp_path: Path) -> None:
 
 def test_a_folder_can_be_a_url(tmp_path: Path) -> None:
     url = f"memory://torchtitan/{tmp_path.name}"
-    trained(Ours, url, 4)
+    trained(Stock, url, 2)
+    assert loaded(Ours, url).step == 2
+    loaded(Ours, url).train(4)
     assert loaded(Ours, url).step == 4
 
 
