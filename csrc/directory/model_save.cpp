@@ -116,15 +116,18 @@ Result<> require_replaceable(const os::Directory& parent, const std::string& nam
 }
 
 /// Returns true for an empty directory that no save or load uses. Does not follow a link.
-bool is_unused_and_empty(const os::Directory& parent, const std::string& name) {
+Result<bool> is_unused_and_empty(const os::Directory& parent, const std::string& name) {
   auto opened = parent.open_directory(name);
-  if (!opened) return false;
+  if (!opened) {
+    const int failed = opened.error().sys_errno;
+    const bool is_none = failed == ENOENT || failed == ENOTDIR || failed == ELOOP;
+    return is_none ? Result<bool>(false) : opened.error();
+  }
   const auto names = opened->names();
-  if (!names || !names->empty()) return false;
+  if (!names) return names.error();
   // On a network file system, the lock is a file, so a locked directory is not empty.
-  if (!opened->is_local()) return true;
-  const auto locked = opened->try_lock_exclusive();
-  return locked && *locked;
+  if (!names->empty() || !opened->is_local()) return names->empty();
+  return opened->try_lock_exclusive();
 }
 
 /// Gives the new directory the permissions of the one that it replaces.
@@ -179,9 +182,10 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
                          removed.error().message());
   }
   const bool is_present = std::ranges::find(*names, name) != names->end();
-  const bool is_empty = is_present && !may_replace && is_unused_and_empty(parent, name);
+  Result<bool> is_empty = is_present && !may_replace ? is_unused_and_empty(parent, name) : false;
+  if (!is_empty) return is_empty.error();
   if (is_present) {
-    if (!may_replace && !is_empty) {
+    if (!may_replace && !*is_empty) {
       return exists(parent, name,
                     "it exists already, and is in use or not empty; pass overwrite=True to replace "
                     "it");
@@ -208,7 +212,7 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
     return done.error();
   }
   return ModelSave(std::move(*own_parent), std::move(*opened), std::move(name),
-                   std::move(temporary), may_replace, is_empty, std::move(extras));
+                   std::move(temporary), may_replace, *is_empty, std::move(extras));
 }
 
 ModelSave::ModelSave(os::Directory parent, os::Directory directory, std::string name,
@@ -318,9 +322,8 @@ PublishOutcome ModelSave::try_publish(bool sync, std::string& former) {
   if (replaces_empty_) {
     // Fails unless the directory is still empty.
     auto removed = parent_.remove_directory(name_);
-    if (!removed && is_unused_and_empty(parent_, name_)) {
-      return {PublishState::not_published, removed.error()};
-    }
+    const auto is_empty = removed ? false : is_unused_and_empty(parent_, name_);
+    if (!is_empty || *is_empty) return {PublishState::not_published, removed.error()};
   }
   auto is_present = parent_.contains(name_);
   if (!is_present) return {PublishState::not_published, is_present.error()};
