@@ -119,6 +119,8 @@ NO_OPTIONS = {
     ("torch_ckpt/conversion/torch_target.py", "weights_only"),  # of torch.load
     ("torch_ckpt/integrations/lightning.py", "save_last"),  # of ModelCheckpoint
     ("torch_ckpt/integrations/transformers.py", "resume_from_checkpoint"),  # of Trainer.train
+    ("torch_ckpt/integrations/torchtitan.py", "last_save_in_hf"),  # of torchtitan's settings
+    ("torch_ckpt/integrations/torchtitan.py", "load_step"),
     ("torch_ckpt/checkpoint/objects.py", "map_location"),  # of torch.load
     ("torch_ckpt/megatron/plan_comparison.py", "enable_cache"),  # of Megatron
     ("torch_ckpt/training/async_checkpoint.py", "model"),  # a value to save
