@@ -12,7 +12,7 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -45,7 +45,7 @@ __all__ = ["TorchCkptManager"]
 # Name of a step of torchtitan's own checkpointer.
 _STOCK_NAME = re.compile(r"step-(\d+)")
 
-_MODES = ("disabled", "async", "async_with_pinned_mem")
+_Mode = Literal["disabled", "async", "async_with_pinned_mem"]
 
 # Known settings: torchtitan 0.3's and this checkpointer's.
 _SETTINGS = (
@@ -89,12 +89,12 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[misc]
                 :class:`torch_ckpt.manager.LocalTier`.
         """
 
-        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+        async_mode: _Mode = "async"
         local: str | None = None
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
-            require_choice("async_mode", self.async_mode, _MODES)
+            require_choice("async_mode", self.async_mode, get_args(_Mode))
 
     def __init__(
         self,
@@ -151,11 +151,12 @@ class TorchCkptManager(BaseCheckpointManager):  # type: ignore[misc]
             api.save(self.sd_adapter.to_hf(state), path, format="safetensors")
             return True
         self.manager.save(curr_step, state, force=True)
-        pending = self.manager._saver.pending
-        self.save_future = None if pending is None else pending.handle.committed
         if last_step:
             self.save_future = None
             self.manager.wait_until_finished(published=True)
+            return True
+        pending = self.manager._saver.pending
+        self.save_future = None if pending is None else pending.handle.committed
         return True
 
     def _exported(self) -> dict[str, Any]:
@@ -299,9 +300,10 @@ def _stock_steps(folder: str) -> tuple[list[int], list[str]]:
     steps, exports = [], []
     for name in names:
         directory, _, file = name.partition("/")
-        if file == ".metadata" and (match := _STOCK_NAME.fullmatch(directory)):
+        match = _STOCK_NAME.fullmatch(directory)
+        if match and file == ".metadata":
             steps.append(int(match[1]))
-        elif file.startswith("model") and _STOCK_NAME.fullmatch(directory):
+        elif match and file.startswith("model"):
             exports.append(directory)
     return sorted(steps), sorted({*exports} - {f"step-{step}" for step in steps})
 

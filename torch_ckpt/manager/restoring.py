@@ -125,8 +125,9 @@ class Restorer:
             state, step, names, strict, rename: see
                 :meth:`torch_ckpt.CheckpointManager.restore`.
             state_of: returns the state for a step, instead of ``state``. Called after a step has
-                been chosen, again for each further attempt, and never if the root has no step. The
-                step is loaded into the structure of this state (see :class:`LoadRun`).
+                been chosen, again for each older step that is tried after a damaged one, and never
+                if the root has no step. The step is loaded into the structure of this state (see
+                :class:`LoadRun`).
 
         Returns:
             The restored step; None if the root has no step.
