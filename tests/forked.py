@@ -12,6 +12,7 @@ the test process or need the test's objects.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -297,6 +298,10 @@ def fork(work: Callable[[], object]) -> int:
     """Forks a child that runs ``work``. Returns its pid; the child exits with 0 unless ``work``
     raises."""
     sys.stderr.flush()
+    # The parent's garbage may own threads, which the child does not have. A collection in the
+    # child, even in a fork hook, must not destroy this garbage: the destructor of a gloo group,
+    # for example, would wait forever for its thread to leave a condition variable.
+    gc.freeze()
     with warnings.catch_warnings():
         # Python 3.12 and newer warn if the process has threads. Some tests are about threads.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -304,9 +309,10 @@ def fork(work: Callable[[], object]) -> int:
     if child == 0:
         code = 1
         try:
-            # The parent's garbage may own threads, such as a store's server, which the child does
-            # not have.
-            gc.freeze()
+            # Prints the stacks and ends the child, also if it hangs in C++, where no handler of
+            # Python runs.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            faulthandler.register(signal.SIGALRM, file=2, chain=True)
             signal.alarm(FORK_SECONDS)
             work()
             code = 0
@@ -315,6 +321,7 @@ def fork(work: Callable[[], object]) -> int:
             os.write(2, f"in the child: {traceback.format_exc()}".encode())
         finally:
             os._exit(code)
+    gc.unfreeze()
     return child
 
 

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ckpt
 from tests.fault_hooks import failing
-from tests.forked import run_script
+from tests.forked import in_fork, run_script
 from tests.gates import LIMIT, Gate
 from tests.managers import (
     Make,
@@ -317,16 +317,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_save(make: Make, held_comm
     made = make()
     train(made, [1])
     held_commits.wait()
-    with warnings.catch_warnings():
-        # Since Python 3.12, os.fork() warns of other threads. This test needs them.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        signal.alarm(int(LIMIT))
-        made.close()
-        os._exit(7)
-    _pid, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
+    in_fork(made.close)
     held_commits.open()
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.fault_hooks import calling
-from tests.forked import run_script
+from tests.forked import end_of, fork, run_script
 from tests.gates import in_thread
 from torch_ckpt import multihost
 from torch_ckpt.multihost import PreemptionWatch
@@ -127,18 +127,17 @@ def test_if_one_signal_cannot_be_watched_none_is() -> None:
 def test_forked_children_are_terminated_by_the_signal() -> None:
     with multihost.watch_for_preemption(poll_seconds=POLL) as watch:
         read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
+
+        def wait() -> None:
             os.write(write, b"1")
             signal.pause()
-            os._exit(1)
+
+        child = fork(wait)
         os.read(read, 1)
         os.kill(child, signal.SIGTERM)
-        _pid, status = os.waitpid(child, 0)
+        assert end_of(child) == -signal.SIGTERM
         os.close(read)
         os.close(write)
-        assert os.WIFSIGNALED(status)
-        assert os.WTERMSIG(status) == signal.SIGTERM
         assert not watch.reached(0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import torch_ckpt
+from tests.forked import in_fork
 from tests.object_server import BUCKET, Fault, ObjectServer, Request
 from tests.object_steps import PATIENCE, put, read, save, state_of
 from torch_ckpt import CheckpointManager, RootInUse, _core
@@ -222,14 +222,11 @@ def test_a_lease_is_kept_over_a_renewal_that_fails(s3_steps: ObjectSteps, s3: Ob
 def test_a_forked_child_has_no_lease(steps: ObjectSteps) -> None:
     lease = RootLease(steps.lease_store())
     lease.take()
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def ask() -> None:
+        with pytest.raises(RootInUse):
             lease.require()
-        except RootInUse:
-            os._exit(7)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    in_fork(ask)
     lease.require()
     lease.release()
