@@ -832,6 +832,10 @@ class CheckpointIndex:
     def stored_bytes(self) -> int:
         """Total length of all shards in their files."""
 
+    @property
+    def has_transformed(self) -> bool:
+        """True if transforms have changed a record, which only torch can read then."""
+
     def tables(self) -> dict[str, bytes]:
         """Encoded checksum tables by file name."""
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -44,6 +45,8 @@ struct ImageItem {
 //     image is the complete file, which begins with a head.
 class FileImage {
  public:
+  /// Reserves memory for a number of items.
+  void reserve(std::size_t items) { items_.reserve(items); }
   /// Appends the bytes of `source`, without an archive.
   void add_bytes(staging::Source source);
   /// Appends a torch.save record of one tensor whose storage is `source`.

@@ -25,7 +25,7 @@ Result<std::vector<planning::NamedBucket>> choose_buckets(const std::vector<Save
   std::vector<std::string> names;
   sizes.reserve(items.size());
   for (const SaveItem& item : items) {
-    sizes.push_back({item.source.bytes, item.tensor.has_value()});
+    sizes.push_back({item.source.bytes, item.tensor != nullptr});
     if (!naming.separation_hint.empty()) names.push_back(item.name);
   }
   return planning::split_with_hint(sizes, names, naming.buckets, naming.separation_hint);
@@ -42,6 +42,7 @@ Result<SaveLayout> lay_out_save(std::vector<SaveItem> items, const NamingOptions
     if (bucket.items.empty()) continue;
     FileJob job;
     job.items = bucket.items;
+    job.image.reserve(bucket.items.size());
     for (const std::size_t index : bucket.items) {
       SaveItem& item = items[index];
       layout.locations[index] = {layout.files.size(), job.image.items().size()};

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <optional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,7 +15,7 @@ namespace torch_ckpt::engine {
 struct SaveItem {
   std::string name;  // fully qualified name, compared with NamingOptions::separation_hint
   staging::Source source;
-  std::optional<format::TensorHeader> tensor;  // nullopt: write only the source's bytes
+  std::shared_ptr<const format::TensorHeader> tensor;  // nullptr: write only the source's bytes
 };
 
 /// A part of a tensor in a file that several ranks write.

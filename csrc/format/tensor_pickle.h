@@ -1,5 +1,6 @@
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -24,7 +25,7 @@ struct TensorHeader {
   /// Returns true if the payload is exactly the tensor's elements in row-major order.
   bool is_plain_row_major() const;
 
-  bool operator==(const TensorHeader&) const = default;
+  auto operator<=>(const TensorHeader&) const = default;
 };
 
 /// Encodes the pickle, byte for byte like Python's pickler (protocol 2, memo opcodes included).

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -53,6 +54,8 @@ class EntryTable {
     for (const Shard& shard : shards_) total += shard.length;
     return total;
   }
+  /// Returns true if transforms have changed a record, which only torch can read then.
+  bool has_transformed() const { return std::ranges::any_of(shards_, &Shard::is_transformed); }
   /// Returns the number of the entry with this name.
   std::optional<std::uint32_t> find(std::string_view name) const { return names_.find(name); }
   std::string_view name(std::size_t entry) const { return names_.at(entry); }

@@ -4,9 +4,10 @@
 
 namespace torch_ckpt::index {
 
-void MetadataDraft::add_tensor(std::string_view name, std::string_view dtype, bool requires_grad,
+void MetadataDraft::add_tensor(std::string_view name, std::span<const PathPart> path,
+                               std::string_view dtype, bool requires_grad,
                                std::span<const std::int64_t> size) {
-  names_.add(name);
+  add_name(name, path);
   const auto known = std::ranges::find(dtypes_, dtype);
   const auto number = static_cast<std::uint32_t>(known - dtypes_.begin());
   if (known == dtypes_.end()) dtypes_.emplace_back(dtype);
@@ -14,8 +15,8 @@ void MetadataDraft::add_tensor(std::string_view name, std::string_view dtype, bo
                       static_cast<std::uint32_t>(shards_.size()), 0});
 }
 
-void MetadataDraft::add_object(std::string_view name) {
-  names_.add(name);
+void MetadataDraft::add_object(std::string_view name, std::span<const PathPart> path) {
+  add_name(name, path);
   entries_.push_back({false, false, kNone, kNone, static_cast<std::uint32_t>(shards_.size()), 0});
 }
 
@@ -54,9 +55,9 @@ bool MetadataDraft::set_location(ShardId shard, std::uint32_t file, std::uint64_
   return true;
 }
 
-void MetadataDraft::add_path(std::string_view name, std::span<const PathPart> parts) {
-  path_names_.add(name);
-  path_parts_.insert(path_parts_.end(), parts.begin(), parts.end());
+void MetadataDraft::add_name(std::string_view name, std::span<const PathPart> path) {
+  names_.add(name);
+  path_parts_.insert(path_parts_.end(), path.begin(), path.end());
   path_begins_.push_back(path_parts_.size());
 }
 

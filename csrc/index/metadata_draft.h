@@ -29,9 +29,9 @@ class MetadataDraft : public EntryTable {
     std::uint32_t number = 0;
   };
 
-  void add_tensor(std::string_view name, std::string_view dtype, bool requires_grad,
-                  std::span<const std::int64_t> size);
-  void add_object(std::string_view name);
+  void add_tensor(std::string_view name, std::span<const PathPart> path, std::string_view dtype,
+                  bool requires_grad, std::span<const std::int64_t> size);
+  void add_object(std::string_view name, std::span<const PathPart> path);
   /// Adds a shard to the last entry, and returns its number within the entry. Ignores the extents
   /// if the entry is an object.
   std::uint32_t add_shard(std::span<const std::int64_t> offsets,
@@ -40,19 +40,17 @@ class MetadataDraft : public EntryTable {
   void set_files(std::span<const std::pair<std::string_view, std::string_view>> files);
   /// Sets the location of a shard. Returns true if it has changed.
   bool set_location(ShardId shard, std::uint32_t file, std::uint64_t offset, std::uint64_t length);
-  void add_path(std::string_view name, std::span<const PathPart> parts);
 
   /// Shards with a location, in the order in which their locations were first set.
   std::span<const ShardId> located_shards() const { return located_shards_; }
-  std::size_t paths() const { return path_names_.size(); }
-  std::string_view path_name(std::size_t path) const { return path_names_.at(path); }
-  std::span<const PathPart> path(std::size_t path) const {
+  std::span<const PathPart> path(std::size_t entry) const {
     return std::span(path_parts_)
-        .subspan(path_begins_[path], path_begins_[path + 1] - path_begins_[path]);
+        .subspan(path_begins_[entry], path_begins_[entry + 1] - path_begins_[entry]);
   }
 
  private:
-  NameTable path_names_;
+  void add_name(std::string_view name, std::span<const PathPart> path);
+
   std::vector<PathPart> path_parts_;
   std::vector<std::size_t> path_begins_{0};
   std::vector<ShardId> located_shards_;

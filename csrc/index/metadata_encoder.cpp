@@ -242,9 +242,10 @@ void MetadataEncoder::put_entries() {
 }
 
 void MetadataEncoder::put_paths() {
-  items(draft_.paths(), [&](std::size_t i) {
-    const std::string_view text = draft_.path_name(i);
-    name_or_text(text);
+  items(draft_.entries().size(), [&](std::size_t i) {
+    const auto entry = static_cast<std::uint32_t>(i);
+    name(entry);
+    const std::string_view text = draft_.name(i);
     const auto parts = draft_.path(i);
     begin_tuple(parts.size());
     std::size_t at = 0;
@@ -257,17 +258,13 @@ void MetadataEncoder::put_paths() {
           number = 10 * number + static_cast<std::uint64_t>(digit - '0');
         pickle_.number(number);
       } else if (parts.size() == 1) {
-        name_or_text(text);
+        name(entry);
       } else {
         path_word(word);
       }
     }
     end_tuple(parts.size());
   });
-}
-void MetadataEncoder::name_or_text(std::string_view text) {
-  if (const auto entry = draft_.find(text)) return name(*entry);
-  pickle_.text(text);
 }
 void MetadataEncoder::path_word(std::string_view word) {
   const auto [known, is_new] = path_words_.try_emplace(word, 0);

@@ -84,7 +84,6 @@ class MetadataEncoder {
   void in_batches(std::size_t count, unsigned char code, Put put);
   void put_entries();
   void put_paths();
-  void name_or_text(std::string_view text);
   void path_word(std::string_view word);
   void put_storage_meta(const MetadataExtras& extras);
   void put_tables();

@@ -38,7 +38,8 @@ using Limits = MetadataLimits;
 constexpr std::uint64_t kOldestProtocol = 2;
 constexpr std::uint64_t kNewestProtocol = 5;
 
-constexpr std::size_t kMaxReserve = std::size_t{1} << 20;
+// Enough for the metadata of five million tensors.
+constexpr std::size_t kMaxReserve = std::size_t{1} << 26;
 
 std::string printable(std::string_view text) {
   std::string out(text);
@@ -56,10 +57,16 @@ class Walk {
   }
 
   Result<MetadataPickle> run() {
-    // Typical numbers for metadata of this size. Unused reserved memory costs nothing.
-    memo_.reserve(std::min(values_.bytes.size() / 12, kMaxReserve));
-    values_.objects.reserve(std::min(values_.bytes.size() / 24, kMaxReserve));
-    records_.reserve(std::min(values_.bytes.size() / 128, kMaxReserve));
+    // Typical numbers for metadata of this size. Unused reserved memory costs nothing, but a vector
+    // that grows needs twice its memory, and leaves gaps in the heap.
+    const auto one_per = [&](std::size_t bytes) {
+      return std::min(values_.bytes.size() / bytes, kMaxReserve);
+    };
+    memo_.reserve(one_per(12));
+    values_.objects.reserve(one_per(20));
+    values_.parts.reserve(one_per(24));
+    values_.segments.reserve(one_per(96));
+    records_.reserve(one_per(128));
     max_weight_ = Limits::max_weight(values_.bytes.size());
     max_objects_ = Limits::max_objects(values_.bytes.size());
     while (!error_ && !stopped_) {
@@ -624,6 +631,7 @@ class Walk {
   }
 
   /// Frees the parts of a dict whose contents are in a record, if the parts are the last ones.
+  /// Frees the dict as well if it is the last object and nothing refers to it.
   void drop(Object& dict) {
     if (dict.is_fetched || dict.first == Object::kNothing || dict.first != dict.last) return;
     const PickleValues::Segment& segment = values_.segments[dict.first];
@@ -635,6 +643,7 @@ class Walk {
     values_.segments.pop_back();
     dict.first = dict.last = Object::kNothing;
     dict.is_dropped = true;
+    if (!dict.is_memoized && &dict == &values_.objects.back()) values_.objects.pop_back();
   }
 
   void memoize(std::uint64_t index) {
@@ -643,6 +652,7 @@ class Walk {
       return fail(Errc::pickle_stack, "memo indices are not consecutive");
     }
     memo_.push_back(stack_.back());
+    if (stack_.back().kind == ValueKind::object) object(stack_.back()).is_memoized = true;
   }
   void fetch(std::uint64_t index) {
     if (index >= memo_.size()) return bad_stack("no value has this memo index");

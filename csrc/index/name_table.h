@@ -22,7 +22,10 @@ class NameTable {
   std::optional<std::uint32_t> find(std::string_view name) const;
   /// Returns the number of the name, and true if it was not in the table before.
   std::pair<std::uint32_t, bool> add(std::string_view name);
-  void reserve(std::size_t names) { numbers_.reserve(names); }
+  void reserve(std::size_t names) {
+    begins_.reserve(names + 1);
+    numbers_.reserve(names);
+  }
 
  private:
   std::string texts_;

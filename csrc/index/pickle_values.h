@@ -83,6 +83,7 @@ enum class ObjectKind : std::uint8_t { list, dict, mapping, instance };
 struct Object {
   ObjectKind kind = ObjectKind::list;
   GlobalRole role = GlobalRole::value;
+  bool is_memoized = false;          // in the memo
   bool is_fetched = false;           // fetched from the memo, so other values may contain it
   bool is_built = false;             // instance: its state has been set
   bool only_attribute_names = true;  // dict: all keys are valid attribute names

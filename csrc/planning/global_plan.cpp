@@ -366,12 +366,14 @@ std::vector<index::MetadataDraft::ShardId> GlobalPlan::describe(index::MetadataD
     const Entry& entry = entries_[number];
     const Row& row = row_of(entry);
     const StateTemplate& first = states_[entry.rank].state();
+    const std::string_view name = names_.at(number);
+    const auto path = first.path(entry.row);
     if (row.kind == Kind::object) {
-      draft.add_object(names_.at(number));
+      draft.add_object(name, path);
       shards[entry.first_part] = {last(), draft.add_shard({}, {})};
     } else {
       const auto whole = first.sizes(row);
-      draft.add_tensor(names_.at(number), first.dtype(row), row.requires_grad, whole);
+      draft.add_tensor(name, path, first.dtype(row), row.requires_grad, whole);
       if (row.kind == Kind::tensor) {
         const std::vector<std::int64_t> begin(whole.size());
         shards[entry.first_part] = {last(), draft.add_shard(begin, whole)};
@@ -383,7 +385,6 @@ std::vector<index::MetadataDraft::ShardId> GlobalPlan::describe(index::MetadataD
         }
       }
     }
-    draft.add_path(names_.at(number), first.path(entry.row));
   }
   return shards;
 }

@@ -267,6 +267,7 @@ void bind_index(py::module_& module) {
       .def("undescribed_records", &undescribed_records_of)
       .def("uncovered", &uncovered)
       .def_property_readonly("stored_bytes", &CheckpointIndex::stored_bytes)
+      .def_property_readonly("has_transformed", &CheckpointIndex::has_transformed)
       .def("tables", &tables_of)
       .def(
           "renamed",

@@ -97,7 +97,7 @@ bool LoadWaves::add(std::size_t number, const Layout& layout) {
 // Adds a read into temporaries, in parts that stay within the limit.
 bool LoadWaves::add_with_temporary(std::size_t number, const Layout& layout, bool on_device) {
   const TensorRead& read = reads_[number];
-  const std::uint64_t rows = read.record.sizes.empty() ? 1 : read.region_lengths[0];
+  const std::uint64_t rows = read.record.sizes.empty() ? 1 : read.lengths()[0];
   const std::uint64_t bytes =
       read.region_bytes((on_device ? read.tensor.dtype() : read.dtype).item_bytes());
   if (bytes == 0) return true;
@@ -109,7 +109,7 @@ bool LoadWaves::add_with_temporary(std::size_t number, const Layout& layout, boo
   for (std::uint64_t begin = 0; begin < rows; begin += part) {
     const std::uint64_t count = std::min(part, rows - begin);
     if (held > 0 && held + count * row_bytes > max_bytes) run_wave();
-    Extents lengths = read.region_lengths;
+    Extents lengths = read.lengths();
     Tensor tensor = read.tensor;
     if (!lengths.empty()) {
       lengths[0] = count;
@@ -131,8 +131,8 @@ bool LoadWaves::add_rows(std::size_t number, const Layout& layout, std::uint64_t
   const planning::StoredRecord& record = read.record;
   engine::RegionRead part{&record};
   part.kind = files_[record.file].is_bare ? engine::ReadKind::bare : engine::ReadKind::tensor;
-  Extents offsets = read.region_offsets;
-  Extents lengths = read.region_lengths;
+  Extents offsets = read.offsets();
+  Extents lengths = read.lengths();
   if (count > 0 && !lengths.empty()) {
     // Let the first part read the entire payload: if the only checksum is the archive's, verifying
     // it needs the entire payload, which no other part reads.

@@ -48,7 +48,7 @@ std::string text_of(const Extents& values) {
 }  // namespace
 
 std::uint64_t TensorRead::region_bytes(std::uint64_t item_bytes) const {
-  return checked_product(region_lengths) * item_bytes;
+  return checked_product(lengths()) * item_bytes;
 }
 
 TensorRead make_read(planning::StoredRecord record, ScalarType dtype, Tensor::ExtentsView sizes,
@@ -57,23 +57,24 @@ TensorRead make_read(planning::StoredRecord record, ScalarType dtype, Tensor::Ex
   record.is_tensor = true;
   record.dtype = dtype.known();
   record.sizes = checked_extents(sizes);
-  TensorRead read{std::move(record), dtype, checked_extents(region_offsets),
-                  checked_extents(region_lengths), std::move(tensor)};
+  TensorRead read{std::move(record), dtype, nullptr, std::move(tensor)};
   const Extents& stored = read.record.sizes;
-  if (region_lengths.empty() && !sizes.empty()) {
-    read.region_offsets.assign(sizes.size(), 0);
-    read.region_lengths = stored;
-  }
   checked_product(stored);
-  if (!planning::box_inside(stored, read.region_offsets, read.region_lengths)) {
-    refuse(read.record.name + ": the requested region " + text_of(read.region_lengths) + " at " +
-           text_of(read.region_offsets) + " does not lie within the stored tensor of " +
-           text_of(stored));
+  if (!region_lengths.empty() || sizes.empty()) {
+    TensorRead::Region region{checked_extents(region_offsets), checked_extents(region_lengths)};
+    if (!planning::box_inside(stored, region.offsets, region.lengths)) {
+      refuse(read.record.name + ": the requested region " + text_of(region.lengths) + " at " +
+             text_of(region.offsets) + " does not lie within the stored tensor of " +
+             text_of(stored));
+    }
+    if (region.lengths != stored) {
+      read.region = std::make_shared<const TensorRead::Region>(std::move(region));
+    }
   }
   const Extents target_sizes = unsigned_of(read.tensor.sizes());
-  if (target_sizes != read.region_lengths) {
+  if (target_sizes != read.lengths()) {
     refuse(read.record.name + ": size mismatch: the target has " + text_of(target_sizes) +
-           ", the requested region has " + text_of(read.region_lengths));
+           ", the requested region has " + text_of(read.lengths()));
   }
   return read;
 }
@@ -91,12 +92,13 @@ Tensor region_in_storage(const TensorRead& read, const Tensor& bytes,
                          const format::TensorHeader& header) {
   const auto strides = signed_of(header.strides);
   std::uint64_t offset = header.storage_offset;
+  const Extents offsets = read.offsets();
   for (std::size_t d = 0; d < strides.size(); ++d) {
-    offset += read.region_offsets[d] * header.strides[d];
+    offset += offsets[d] * header.strides[d];
   }
   const std::byte* const begin = bytes.data() + offset * read.dtype.item_bytes();
   const auto owner = std::make_shared<const Tensor>(bytes);
-  return Tensor::on_memory(begin, signed_of(read.region_lengths), strides, read.dtype, owner)
+  return Tensor::on_memory(begin, signed_of(read.lengths()), strides, read.dtype, owner)
       .lazily(header.conj, header.neg);
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "format/tensor_pickle.h"
 #include "planning/stored_record.h"
@@ -11,13 +12,21 @@ namespace torch_ckpt::tensors {
 
 /// Reads a region of a stored tensor into a tensor.
 struct TensorRead {
+  struct Region {
+    Extents offsets;
+    Extents lengths;
+  };
+
   planning::StoredRecord record;
-  ScalarType dtype;  // the stored one
-  Extents region_offsets;
-  Extents region_lengths;
+  ScalarType dtype;                      // the stored one
+  std::shared_ptr<const Region> region;  // nullptr: the complete stored tensor
   Tensor tensor;
   bool is_transformed = false;  // a transform has changed the record, so only torch can read it
 
+  Extents offsets() const {
+    return region == nullptr ? Extents(record.sizes.size()) : region->offsets;
+  }
+  const Extents& lengths() const { return region == nullptr ? record.sizes : region->lengths; }
   std::uint64_t region_bytes(std::uint64_t item_bytes) const;
 };
 

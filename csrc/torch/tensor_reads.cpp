@@ -20,11 +20,12 @@ std::uint64_t TensorReads::stored_bytes() const {
 std::uint32_t TensorReads::digest() const {
   std::uint32_t crc = 0;
   for (const TensorRead& read : reads_) {
+    const Extents offsets = read.offsets();
     const std::uint64_t record[] = {read.record.offset, read.record.length};
     crc = format::crc32(crc, std::as_bytes(std::span(files_.at(read.record.file))));
     crc = format::crc32(crc, std::as_bytes(std::span(record)));
-    crc = format::crc32(crc, std::as_bytes(std::span(read.region_offsets)));
-    crc = format::crc32(crc, std::as_bytes(std::span(read.region_lengths)));
+    crc = format::crc32(crc, std::as_bytes(std::span(offsets)));
+    crc = format::crc32(crc, std::as_bytes(std::span(read.lengths())));
   }
   return crc;
 }
@@ -48,10 +49,13 @@ void TensorReads::split(std::uint64_t max_bytes,
     const auto step = static_cast<std::int64_t>(
         std::max<std::uint64_t>(1, max_bytes * static_cast<std::uint64_t>(lines) / bytes));
     for (std::int64_t begin = 0; begin < lines; begin += step) {
+      const std::int64_t length = std::min(step, lines - begin);
+      TensorRead::Region region{read.offsets(), read.lengths()};
+      region.offsets[0] += static_cast<std::uint64_t>(begin);
+      region.lengths[0] = static_cast<std::uint64_t>(length);
       TensorRead part = read;
-      part.region_offsets[0] += static_cast<std::uint64_t>(begin);
-      part.region_lengths[0] = static_cast<std::uint64_t>(std::min(step, lines - begin));
-      part.tensor = read.tensor.narrow(0, begin, std::min(step, lines - begin));
+      part.region = std::make_shared<const TensorRead::Region>(std::move(region));
+      part.tensor = read.tensor.narrow(0, begin, length);
       parts.push_back(std::move(part));
     }
   }

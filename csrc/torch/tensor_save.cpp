@@ -36,7 +36,8 @@ void SaveSources::add(std::string name, const Tensor& tensor) {
   engine::SaveItem& item = items_.emplace_back();
   item.name = std::move(name);
   item.source = std::move(found.source);
-  item.tensor = std::move(found.header);
+  item.tensor =
+      *headers_.insert(std::make_shared<const format::TensorHeader>(std::move(found.header))).first;
 }
 
 void SaveSources::add(std::string name, std::span<const std::byte> bytes,
@@ -83,6 +84,7 @@ void SaveSources::throw_misplaced(std::size_t parts) const {
 engine::SaveLayout SaveSources::lay_out(const engine::NamingOptions& naming) {
   if (parts_.size() != places_.places.size()) throw_misplaced(parts_.size());
   if (!parts_.empty()) return engine::lay_out_parts(std::exchange(parts_, {}), shared_files());
+  headers_.clear();
   return engine::lay_out_save(std::exchange(items_, {}), naming).value();
 }
 

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <tuple>
@@ -62,7 +63,14 @@ class SaveSources {
   engine::SaveLayout lay_out(const engine::NamingOptions& naming);
   std::vector<engine::SharedFile> shared_files() const;
 
+  using Header = std::shared_ptr<const format::TensorHeader>;
+  struct ByValue {
+    bool operator()(const Header& a, const Header& b) const { return *a < *b; }
+  };
+
   std::vector<engine::SaveItem> items_;
+  // The headers of the items. Most tensors of a state have one of a few headers.
+  std::set<Header, ByValue> headers_;
   std::vector<engine::SavePart> parts_;
   planning::RankPlaces places_;  // of the parts
   // Owners of the memory. A tensor whose Python object exists is no owner: `tensor.data = ...`

@@ -166,10 +166,8 @@ void bind_reads(py::module_& module) {
       .def_property_readonly("length", [](Read read) { return read->record.length; })
       .def_property_readonly("dtype", [](Read read) { return read->dtype; })
       .def_property_readonly("sizes", [](Read read) { return size_of(read->record.sizes); })
-      .def_property_readonly("region_offsets",
-                             [](Read read) { return size_of(read->region_offsets); })
-      .def_property_readonly("region_lengths",
-                             [](Read read) { return size_of(read->region_lengths); })
+      .def_property_readonly("region_offsets", [](Read read) { return size_of(read->offsets()); })
+      .def_property_readonly("region_lengths", [](Read read) { return size_of(read->lengths()); })
       .def_property_readonly("tensor", [](Read read) { return detached(read->tensor); })
       .def_property_readonly("is_transformed", [](Read read) { return read->is_transformed; });
   py::class_<TensorReads>(module, "TensorReads")
@@ -192,11 +190,6 @@ void bind_reads(py::module_& module) {
           py::arg("max_bytes"), py::arg("can_split"))
       .def("subset", &TensorReads::subset, py::arg("numbers"))
       .def_property_readonly("stored_bytes", &TensorReads::stored_bytes)
-      .def_property_readonly("has_transformed",
-                             [](const TensorReads& reads) {
-                               return std::ranges::any_of(reads.reads(),
-                                                          &TensorRead::is_transformed);
-                             })
       .def_property_readonly("digest", &TensorReads::digest)
       .def_property_readonly("devices",
                              [](const TensorReads& reads) { return devices_of(reads.devices()); })

@@ -29,7 +29,7 @@ TEST(CheckpointIndex, RejectsAPickleThatIsNotMetadata) {
 TEST(CheckpointIndex, RenamedNeedsOneUniqueNameForEachEntry) {
   MetadataDraft draft;
   for (const char* name : {"a", "b"}) {
-    draft.add_object(name);
+    draft.add_object(name, {});
     draft.add_shard({}, {});
   }
   MetadataEncoder encoder(draft);

@@ -15,7 +15,7 @@ SaveItem tensor(std::string name, std::uint64_t bytes) {
   SaveItem item;
   item.name = std::move(name);
   item.source.bytes = bytes;
-  item.tensor = row_major("uint8", {bytes});
+  item.tensor = std::make_shared<const format::TensorHeader>(row_major("uint8", {bytes}));
   return item;
 }
 

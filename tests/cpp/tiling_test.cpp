@@ -310,7 +310,7 @@ TEST(Coverage, EndsWithTheErrorOfTheInterrupt) {
 TEST(Coverage, OfManySmallEntriesCanBeInterrupted) {
   index::MetadataDraft draft;
   for (std::uint32_t i = 0; i < 2 * kEntriesPerCheck; ++i) {
-    draft.add_object(std::to_string(i));
+    draft.add_object(std::to_string(i), {});
     draft.add_shard({}, {});
   }
   std::string encoded;

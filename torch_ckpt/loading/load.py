@@ -290,7 +290,7 @@ class LoadRun:
         for key in self._state_dict:
             if key not in self._by_state:
                 targets[key] = self._target(key)
-        match = self._match(targets)
+        match = self._match(targets, is_last=True)
         self.report = match.report
         if self.report.missing:
             self._suggest_rename()
@@ -333,9 +333,14 @@ class LoadRun:
         return self._states.read(key, for_load=not is_only_compared)
 
     @no_gc()
-    def _match(self, targets: StateDict) -> Match:
+    def _match(self, targets: StateDict, *, is_last: bool = False) -> Match:
         """Compares a complete or partial state dict with the checkpoint, and plans the reads of all
-        values that fit."""
+        values that fit.
+
+        Args:
+            is_last: True to release the metadata, unless torch must read records with it. Nothing
+                can be compared afterwards.
+        """
         assert self._stored is not None
         state = _C.LoadState(targets, local_chunks)
         flatten_sharded_tensors(state)
@@ -347,6 +352,9 @@ class LoadRun:
                 for name, (path, value) in old.items():
                     state.add(name, path, value)
                 match = compare(targets, state, self._stored, self._chosen)
+        if is_last and not self._stored.index.has_transformed:
+            self._renamed = None
+            self._source.release_metadata()
         match.plan()
         if dist.is_initialized():
             self._read_bytes += match.reading.tensors.stored_bytes
@@ -482,8 +490,7 @@ class LoadRun:
         the reads.
 
         Args:
-            is_last: True to release the flattened state and, unless records were transformed, the
-                metadata. Nothing can be matched afterwards.
+            is_last: True to release the flattened state.
         """
         source, state = self._source, match.state
         on_meta = state.loaded_on_meta()
@@ -500,9 +507,7 @@ class LoadRun:
         reading = match.reading
         if is_last:
             match.state, match.reading = _C.LoadState({}, local_chunks), Reading()
-            self._stored = self._renamed = None
-            if not (reading.transformed or reading.tensors.has_transformed):
-                source.release_metadata()
+            self._stored = None
         return reading
 
     # --- 3. the values that are not filled in place ----------------------------------------------
