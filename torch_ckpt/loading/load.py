@@ -287,8 +287,10 @@ class LoadRun:
         # ranks wait in a collective operation.
         targets.update((key, self._target(key)) for key in self._stateful)
         self._open()
-        for key in self._state_dict:
-            if key not in self._by_state:
+        for key, value in self._state_dict.items():
+            # A tensor is its own target unless the structure is restored.
+            is_filled = isinstance(value, torch.Tensor) and not self._restores_structure
+            if not is_filled and key not in self._by_state:
                 targets[key] = self._target(key)
         match = self._match(targets, is_last=True)
         self.report = match.report
