@@ -309,8 +309,8 @@ def fork(work: Callable[[], object]) -> int:
     if child == 0:
         code = 1
         try:
-            # Prints the stacks and ends the child, also if it hangs in C++, where no handler of
-            # Python runs.
+            # Prints the stacks and ends the child, even if it hangs in C++: a handler of Python
+            # would not run then.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             faulthandler.register(signal.SIGALRM, file=2, chain=True)
             signal.alarm(FORK_SECONDS)
