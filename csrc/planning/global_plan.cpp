@@ -246,8 +246,10 @@ void GlobalPlan::choose_owners() {
         owned_[rank].push_back(item);
       }
     }
-    std::ranges::stable_partition(
-        owned_[rank], [&](std::uint32_t item) { return !states_[rank].row(item).is_described; });
+    // clang-tidy 14 cannot compile the function of std::ranges.
+    std::stable_partition(owned_[rank].begin(), owned_[rank].end(), [&](std::uint32_t item) {
+      return !states_[rank].row(item).is_described;
+    });
   }
 }
 
