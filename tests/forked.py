@@ -300,17 +300,28 @@ def fork(work: Callable[[], object]) -> int:
     sys.stderr.flush()
     # The parent's garbage may own threads, which the child does not have. A collection in the
     # child, even in a fork hook, must not destroy this garbage: the destructor of a gloo group,
-    # for example, would wait forever for its thread to leave a condition variable.
+    # for example, would wait forever for its thread to leave a condition variable. A child keeps
+    # its garbage frozen when it forks, too.
+    is_frozen = gc.get_freeze_count() > 0
     gc.freeze()
-    with warnings.catch_warnings():
-        # Python 3.12 and newer warn if the process has threads. Some tests are about threads.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
+    child = -1
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 and newer warn if the process has threads. Some tests are about threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+    finally:
+        if child != 0 and not is_frozen:
+            gc.unfreeze()
     if child == 0:
         code = 1
         try:
+            # Other threads may have made garbage until the fork.
+            gc.freeze()
             # Prints the stacks and ends the child, even if it hangs in C++: a handler of Python
-            # would not run then.
+            # would not run then. faulthandler takes a signal that the parent has registered for
+            # registered in the child, too.
+            faulthandler.unregister(signal.SIGALRM)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             faulthandler.register(signal.SIGALRM, file=2, chain=True)
             signal.alarm(FORK_SECONDS)
@@ -321,7 +332,6 @@ def fork(work: Callable[[], object]) -> int:
             os.write(2, f"in the child: {traceback.format_exc()}".encode())
         finally:
             os._exit(code)
-    gc.unfreeze()
     return child
 
 
