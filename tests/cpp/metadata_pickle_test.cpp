@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "stock_metadata.h"
 #include "support.h"
@@ -390,6 +391,48 @@ TEST(MetadataPickle, MustNotHaveOtherKindsOfKeys) {
 TEST(MetadataPickle, MustNotHaveAKeyOfManyValues) {
   EXPECT_TRUE(accepts("}(" + times(MetadataLimits::kKeyWeight - 1, "N") + "tNs."));
   EXPECT_TRUE(refuses("}(" + times(MetadataLimits::kKeyWeight, "N") + "tNs.", Errc::pickle_key));
+}
+
+// --- states that are kept as records -------------------------------------------------------------
+
+const std::string kShardClass = "torch.distributed.checkpoint.metadata ChunkStorageMetadata";
+const std::string kShard = "ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n)\x81"s;
+
+/// Items of a state of a shard that begins at (offset,).
+std::string shard_items(char offset) {
+  return "(X\7\0\0\0offsetsK"s + offset + "\x85X\5\0\0\0sizesK\1\x85u"s;
+}
+
+TEST(MetadataPickle, KeepsEachObjectAfterAStateWasDropped) {
+  // The list, which is created after the second state, must keep its number.
+  const std::string with_list = "}X\4\0\0\0more]\x94s"s + shard_items('\2');
+  const std::string program = with_protocol("](" + kShard + "}" + shard_items('\1') + "b" + kShard +
+                                            with_list + "bh\0](NNee."s);
+  Globals allowed = globals();
+  allowed.emplace(kShardClass, GlobalRole::dict_class);
+  const auto pickle = walk_metadata_pickle(bytes_of(program), allowed);
+  ASSERT_TRUE(ok(pickle));
+  const PickleValues& values = pickle->values;
+  std::vector<std::string> found;
+  values.for_each(*values.object(values.root, ObjectKind::list), [&](const Value& part) {
+    if (const Object* list = values.object(part, ObjectKind::list)) {
+      found.push_back(std::to_string(values.count(*list)) + " values");
+    } else {
+      const ShardRecord& shard = pickle->records.shards.at(values.objects[part.number()].first);
+      found.push_back("shard at " + listed(values.extents.at(shard.offsets.id)));
+    }
+  });
+  EXPECT_EQ(found,
+            (std::vector<std::string>{"shard at [1]", "shard at [2]", "0 values", "2 values"}));
+}
+
+TEST(MetadataPickle, MustNotUseAStateOfARecordAgain) {
+  Globals allowed = globals();
+  allowed.emplace(kShardClass, GlobalRole::dict_class);
+  const std::string state = "}" + kMemoize + shard_items('\1');
+  EXPECT_TRUE(ok(check(with_protocol("](" + kShard + state + "be."), allowed)));
+  EXPECT_TRUE(
+      fails(check(with_protocol("](" + kShard + state + "bh\0e."s), allowed), Errc::pickle_shared));
 }
 
 // --- pickle_shared -------------------------------------------------------------------------------
