@@ -834,7 +834,7 @@ class CheckpointIndex:
 
     @property
     def has_transformed(self) -> bool:
-        """True if transforms have changed a record, which only torch can read then."""
+        """True if stream transforms have changed any record. Only torch can read such records."""
 
     def tables(self) -> dict[str, bytes]:
         """Encoded checksum tables by file name."""

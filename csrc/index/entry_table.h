@@ -54,7 +54,7 @@ class EntryTable {
     for (const Shard& shard : shards_) total += shard.length;
     return total;
   }
-  /// Returns true if transforms have changed a record, which only torch can read then.
+  /// Returns true if stream transforms have changed any record. Only torch can read such records.
   bool has_transformed() const { return std::ranges::any_of(shards_, &Shard::is_transformed); }
   /// Returns the number of the entry with this name.
   std::optional<std::uint32_t> find(std::string_view name) const { return names_.find(name); }

@@ -57,8 +57,8 @@ class Walk {
   }
 
   Result<MetadataPickle> run() {
-    // Typical numbers for metadata of this size. Unused reserved memory costs nothing, but a vector
-    // that grows needs twice its memory, and leaves gaps in the heap.
+    // Typical numbers for metadata of this size. Reserved memory that is not used costs only
+    // address space, but a vector that grows needs twice its memory, and leaves gaps in the heap.
     const auto one_per = [&](std::size_t bytes) {
       return std::min(values_.bytes.size() / bytes, kMaxReserve);
     };

@@ -39,8 +39,8 @@ struct MetadataLimits {
   static constexpr std::uint32_t max_weight(std::size_t bytes) {
     return static_cast<std::uint32_t>(std::min<std::size_t>(kWeight, 65536 + 4 * bytes));
   }
-  /// Maximum number of lists, dicts and instances in a pickle of `bytes` bytes. torch's metadata
-  /// has one per 26 bytes.
+  /// Maximum number of lists, dicts and instances that exist at the same time, in a pickle of
+  /// `bytes` bytes. torch's metadata has one per 26 bytes.
   static constexpr std::size_t max_objects(std::size_t bytes) {
     return std::min<std::size_t>(kWeight, 4096 + bytes / 6);
   }

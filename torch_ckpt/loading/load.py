@@ -280,7 +280,8 @@ class LoadRun:
     # --- 1. the plan -----------------------------------------------------------------------------
 
     def match(self) -> Match:
-        """Compares all values with the checkpoint. Changes no value."""
+        """Compares all values with the checkpoint. Changes no value. Releases the metadata, so call
+        it only once."""
         refuse_capture()
         targets = dict(self._state_dict)
         # Open the checkpoint after state_dict() of all values: if this rank fails earlier, other
@@ -340,8 +341,8 @@ class LoadRun:
         values that fit.
 
         Args:
-            is_last: True to release the metadata, unless torch must read records with it. Nothing
-                can be compared afterwards.
+            is_last: True to release the metadata, unless torch must read records with it. Only the
+                index is available afterwards.
         """
         assert self._stored is not None
         state = _C.LoadState(targets, local_chunks)
