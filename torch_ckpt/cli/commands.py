@@ -20,9 +20,7 @@ from torch_ckpt.cli.output import print_blocks, print_error, print_json
 from torch_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch_ckpt.cli.doctor import DoctorReport
-    from torch_ckpt.cli.host_doctor import HostsReport
-    from torch_ckpt.cli.store_doctor import StoreReport
+    from torch_ckpt.cli.diagnosis import Diagnosis
     from torch_ckpt.steps import StepStore
 
 
@@ -222,7 +220,7 @@ def examine_directory(arguments: argparse.Namespace) -> ExitCode:
     """
     from torch_ckpt.cli import doctor, store_doctor
 
-    report: DoctorReport | StoreReport | HostsReport | None
+    report: Diagnosis | None
     with _refusals_reported(), _progress_bar(arguments, "measure") as progress:
         if (path := local_path(arguments.directory)) is None:
             count = arguments.size or store_doctor.DEFAULT_MEASURED

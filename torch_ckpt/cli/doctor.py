@@ -13,19 +13,19 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.checks import require_at_least
-from torch_ckpt._base.formatting import Block, Report, Table, printable, size
+from torch_ckpt._base.formatting import plural, size
 from torch_ckpt._base.free_space import free_bytes, require_room
 from torch_ckpt._base.mounts import mount_of
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.cli.timing import median_ms_of, seconds_of
+from torch_ckpt.cli.diagnosis import Diagnosis, median_ms_of, seconds_of
+from torch_ckpt.stores.probe import Check
 
 #: Thread counts for which bandwidth is measured.
 THREADS = (1, 2, 4, 8)
@@ -50,101 +50,17 @@ _ASSUMPTIONS = {
     6: "flock works between all processes that save",
 }
 
+#: "write" (includes fsync) or "read" (bypasses the page cache, includes checksums); True for direct
+#: I/O; number of concurrent reads or writes.
+Measurement = tuple[str, bool, int]
+
+#: Bytes per second.
+Rates = dict[Measurement, float]
+
 # Measurements vary by about 10 % between runs, so treat this fraction of the best as equal.
 _AS_GOOD = 0.9
 
 _ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """The measured bandwidth of one save or load."""
-
-    kind: str  # "write" (includes fsync) or "read" (bypasses the page cache, includes checksums)
-    direct: bool  # True for direct I/O
-    threads: int  # number of concurrent reads or writes
-    bytes_per_second: float
-
-
-@dataclass(frozen=True)
-class Assumption:
-    """One of the numbered assumptions in docs/durability.md."""
-
-    number: int
-    what: str
-    state: str  # "holds", "fails" or "unknown"
-    why: str  # the reason for the state
-
-
-@dataclass
-class DoctorReport(Report):
-    """The result of :func:`diagnose`."""
-
-    path: str
-    file_system: str
-    mount_point: str
-    mount_options: str
-    # Available to this user; None if the file system does not report them.
-    free_bytes: int | None
-    free_inodes: int | None
-    # Smallest alignment in bytes that direct I/O accepts for offsets and lengths; None if direct
-    # I/O is not supported.
-    alignment: int | None = None
-    fsync_ms: float = 0.0  # median time to write 4 KiB and fsync
-    # Median time of a commit: write and rename the metadata, fsync the file and the directory.
-    commit_ms: float = 0.0
-    exclusive_rename: bool = False  # a rename can fail instead of replacing an existing file
-    locks: bool = False  # flock on one file descriptor excludes another
-    bandwidths: list[Bandwidth] = field(default_factory=list)
-    # Recommended options for FileSystemWriter and FileSystemReader.
-    writer_options: dict[str, Any] = field(default_factory=dict)
-    reader_options: dict[str, Any] = field(default_factory=dict)
-    # Only those that can be checked on one machine.
-    assumptions: list[Assumption] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """True unless an assumption fails."""
-        return all(assumption.state != "fails" for assumption in self.assumptions)
-
-    def blocks(self) -> Iterator[Block]:
-        """Yields the report as lines and a bandwidth table."""
-        yield printable(f"{self.path}: {self.file_system} at {self.mount_point}")
-        yield printable(f"mount options: {self.mount_options}")
-        free = "unknown" if self.free_bytes is None else size(self.free_bytes)
-        inodes = "" if self.free_inodes is None else f", {self.free_inodes} inodes"
-        yield f"free: {free}{inodes}"
-        aligned = "no" if self.alignment is None else f"yes, aligned to {self.alignment} bytes"
-        yield f"direct I/O: {aligned}"
-        yield f"fsync: {self.fsync_ms:.2f} ms, commit: {self.commit_ms:.2f} ms"
-        yield f"locks: {'yes, within this host' if self.locks else 'no'}"
-        yield ""
-        yield self._bandwidth_table()
-        yield ""
-        for kind, options in (("Writer", self.writer_options), ("Reader", self.reader_options)):
-            text = ", ".join(f"{name}={value!r}" for name, value in options.items())
-            yield f"FileSystem{kind}(..., {text})"
-        yield ""
-        for assumption in self.assumptions:
-            yield printable(
-                f"assumption {assumption.number}, {assumption.what}: {assumption.state} "
-                f"({assumption.why})"
-            )
-
-    def document(self) -> dict[str, Any]:
-        """Returns the report as a JSON document."""
-        return {**asdict(self), "ok": self.ok}
-
-    def _bandwidth_table(self) -> Table:
-        rates = {(b.kind, b.direct, b.threads): b.bytes_per_second for b in self.bandwidths}
-        columns = list(dict.fromkeys((kind, direct) for kind, direct, _ in rates))
-        rows = [
-            [str(threads), *(f"{size(rates[kind, direct, threads])}/s" for kind, direct in columns)]
-            for threads in THREADS
-        ]
-        header = ["THREADS"]
-        header += [f"{kind.upper()}{', DIRECT' if direct else ''}" for kind, direct in columns]
-        return Table(header, rows, right=frozenset(header))
 
 
 def diagnose(
@@ -152,7 +68,7 @@ def diagnose(
     *,
     measured_bytes: int = DEFAULT_MEASURED,
     progress: Callable[[Progress], None] | None = None,
-) -> DoctorReport:
+) -> Diagnosis:
     """Examines the file system of a directory and measures saves and loads there.
 
     Writes ``measured_bytes`` ten times and reads them eight times, half of the times with direct
@@ -178,13 +94,16 @@ def diagnose(
     real_path = os.path.realpath(path)
     mount = mount_of(real_path)
     space = os.statvfs(real_path)
-    report = DoctorReport(
-        path=os.fspath(path),
-        file_system=mount.file_system,
-        mount_point=mount.point,
-        mount_options=mount.options,
-        free_bytes=free_bytes(real_path),
-        free_inodes=space.f_favail if space.f_files else None,
+    free, inodes = free_bytes(real_path), space.f_favail if space.f_files else None
+    report = Diagnosis(
+        os.fspath(path),
+        {
+            "file_system": mount.file_system,
+            "mount_point": mount.point,
+            "mount_options": mount.options,
+            "free_bytes": free,
+            "free_inodes": inodes,
+        },
     )
     require_room(
         report.path,
@@ -195,25 +114,30 @@ def diagnose(
     with tempfile.TemporaryDirectory(
         prefix=".torch-ckpt-doctor-", dir=real_path, ignore_cleanup_errors=True
     ) as directory:
-        report.alignment = measure_alignment(directory)
-        report.fsync_ms = median_ms_of(
+        alignment = measure_alignment(directory)
+        is_direct = alignment is not None
+        report.facts["direct_io"] = f"aligned to {alignment} bytes" if is_direct else "no"
+        report.measured["fsync_ms"] = median_ms_of(
             lambda: _write_and_fsync(os.path.join(directory, "fsync"), 4096)
         )
         with closing(OpenDirectory(directory)) as opened:
-            report.commit_ms = median_ms_of(
+            report.measured["commit_ms"] = median_ms_of(
                 lambda: _core.publish_contents(opened, "metadata", b"x" * 4096)
             )
-            report.exclusive_rename = _check_exclusive_rename(opened)
-        report.locks = _check_locks(directory)
-        modes = (False,) if report.alignment is None else (False, True)
-        total = len(modes) * 2 * len(THREADS) * measured_bytes
-        for bandwidth in _measure_bandwidths(directory, measured_bytes, modes):
-            report.bandwidths.append(bandwidth)
+            renames = _check_exclusive_rename(opened)
+        locks = _check_locks(directory)
+        rates: Rates = {}
+        total = (2 if is_direct else 1) * 2 * len(THREADS) * measured_bytes
+        for measurement, rate in _measure(directory, measured_bytes, is_direct):
+            rates[measurement] = rate
             if progress is not None:
-                progress(Progress(total, 0, len(report.bandwidths) * measured_bytes))
-    report.writer_options = choose_options("write", report.bandwidths)
-    report.reader_options = choose_options("read", report.bandwidths)
-    report.assumptions = check_assumptions(report)
+                progress(Progress(total, 0, len(rates) * measured_bytes))
+    for (kind, direct, threads), rate in rates.items():
+        name = f"{kind}{'_direct' if direct else ''}_{plural(threads, 'thread')}".replace(" ", "_")
+        report.measured[f"{name}_bytes_per_second"] = rate
+    report.options["FileSystemWriter"] = choose_options("write", rates)
+    report.options["FileSystemReader"] = choose_options("read", rates)
+    report.checks = check_assumptions(mount.file_system, mount.options, renames, locks)
     return report
 
 
@@ -261,7 +185,7 @@ def _check_locks(directory: str) -> bool:
         return first.try_lock_exclusive() and not second.try_lock_exclusive()
 
 
-def _measure_bandwidths(directory: str, count: int, modes: tuple[bool, ...]) -> Iterator[Bandwidth]:
+def _measure(directory: str, count: int, is_direct: bool) -> Iterator[tuple[Measurement, float]]:
     import torch
 
     from torch_ckpt.api import load, save
@@ -275,7 +199,7 @@ def _measure_bandwidths(directory: str, count: int, modes: tuple[bool, ...]) -> 
     total = sum(tensor.nbytes for tensor in state.values())
 
     target = os.path.join(directory, "checkpoint")
-    for direct in modes:
+    for direct in (False, True) if is_direct else (False,):
         # The first save starts the engine's threads and allocates its memory. Do not measure it.
         options = WriteOptions(thread_count=parts, direct_io=direct)
         save(state, target, no_dist=True, options=options)
@@ -283,11 +207,11 @@ def _measure_bandwidths(directory: str, count: int, modes: tuple[bool, ...]) -> 
             shutil.rmtree(target)
             options = WriteOptions(thread_count=threads, direct_io=direct)
             write = partial(save, state, target, no_dist=True, options=options)
-            yield Bandwidth("write", direct, threads, total / seconds_of(write))
+            yield ("write", direct, threads), total / seconds_of(write)
             _drop_page_cache(target)
             read_options = ReadOptions(thread_count=threads, direct_io=direct)
             read = partial(load, state, target, no_dist=True, options=read_options)
-            yield Bandwidth("read", direct, threads, total / seconds_of(read))
+            yield ("read", direct, threads), total / seconds_of(read)
         shutil.rmtree(target)
 
 
@@ -301,21 +225,27 @@ def _drop_page_cache(directory: str) -> None:
 # --- conclusions ----------------------------------------------------------------------------------
 
 
-def choose_options(kind: str, bandwidths: list[Bandwidth]) -> dict[str, Any]:
+def choose_options(kind: str, measured: Rates) -> dict[str, Any]:
     """Chooses the fewest threads that nearly reach the best rate, and direct I/O unless slower."""
     rates: dict[bool, dict[int, float]] = {False: {}, True: {}}
-    for one in bandwidths:
-        if one.kind == kind:
-            rates[one.direct][one.threads] = one.bytes_per_second
+    for (measured_kind, direct, threads), rate in measured.items():
+        if measured_kind == kind:
+            rates[direct][threads] = rate
     best = {direct: max(of_mode.values(), default=0.0) for direct, of_mode in rates.items()}
     direct = best[True] >= _AS_GOOD * best[False]
     threads = min(n for n, rate in rates[direct].items() if rate >= _AS_GOOD * best[direct])
     return {"thread_count": threads, "direct_io": "auto" if direct or not rates[True] else False}
 
 
-def check_assumptions(report: DoctorReport) -> list[Assumption]:
-    """Checks the assumptions in docs/durability.md, as far as one machine can."""
-    kind, options = report.file_system, set(report.mount_options.split(","))
+def check_assumptions(kind: str, mount_options: str, renames: bool, locks: bool) -> list[Check]:
+    """Checks the assumptions in docs/durability.md, as far as one machine can.
+
+    Args:
+        kind: the file system.
+        mount_options: separated by commas.
+        renames: True if a rename can fail instead of replacing an existing file.
+        locks: True if flock on one file descriptor excludes another.
+    """
     tested = ("holds", f"tested on {kind}")
     if kind not in _TESTED:
         tested = ("unknown", f"not tested on {kind}")
@@ -323,11 +253,11 @@ def check_assumptions(report: DoctorReport) -> list[Assumption]:
     if kind in _IN_MEMORY:
         verdicts[1] = "fails", f"{kind} is in memory, so nothing survives"
         verdicts[3] = "fails", f"{kind} has no journal"
-    elif options & {"nobarrier", "barrier=0"}:
+    elif {*mount_options.split(",")} & {"nobarrier", "barrier=0"}:
         verdicts[1] = "fails", "the file system is mounted without barriers"
     elif kind in _TESTED:
         verdicts[1] = "holds", f"tested on {kind}; a disk that ignores flushes cannot be detected"
-    if not report.exclusive_rename:
+    if not renames:
         verdicts[2] = "fails", "exclusive renames are not supported, or one replaced a file"
     if kind in _LOCAL:
         verdicts[5] = "holds", "for the ranks on this machine"
@@ -335,6 +265,6 @@ def check_assumptions(report: DoctorReport) -> list[Assumption]:
     else:
         across = "run torchrun -m torch_ckpt doctor on two of them"
         verdicts[5] = verdicts[6] = "unknown", f"if several hosts share this {kind}, {across}"
-    if not report.locks:
+    if not locks:
         verdicts[6] = "fails", "flock does not exclude a second file descriptor"
-    return [Assumption(number, what, *verdicts[number]) for number, what in _ASSUMPTIONS.items()]
+    return [Check(f"{n}. {what}", *verdicts[n]) for n, what in _ASSUMPTIONS.items()]

@@ -13,13 +13,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
+from torch_ckpt._base.formatting import plural
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.shared_directory import (
     NETWORK_SECONDS,
@@ -28,7 +27,7 @@ from torch_ckpt.checkpoint.shared_directory import (
     create_if_absent,
     wait_for,
 )
-from torch_ckpt.cli.timing import median_ms_of, seconds_of
+from torch_ckpt.cli.diagnosis import Diagnosis, median_ms_of, seconds_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.stores.probe import Check
 
@@ -38,41 +37,6 @@ T = TypeVar("T")
 DEFAULT_MEASURED = 64 << 20
 
 _BLOCK_BYTES = 8 << 20
-
-
-@dataclass
-class HostsReport(Report):
-    """The result of :func:`diagnose_hosts`."""
-
-    path: str
-    hosts: list[str]
-    ranks: int
-    file_system: str
-    fsync_ms: float = 0.0  # median time to write 4 KiB and fsync, on the slowest rank
-    write_bytes_per_second: float = 0.0  # of all ranks together, including fsync
-    checks: list[Check] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """True unless a check fails."""
-        return all(check.state != "fails" for check in self.checks)
-
-    def blocks(self) -> Iterator[Block]:
-        """Yields a table of all results."""
-        ranks, hosts = plural(self.ranks, "rank"), plural(len(self.hosts), "host")
-        names = ", ".join(self.hosts)
-        yield printable(f"{self.path}: {self.file_system}, {ranks} on {hosts} ({names})")
-        rows = [
-            ("fsync", "", f"{self.fsync_ms:.2f} ms on the slowest rank"),
-            ("writes of all ranks", "", f"{size(self.write_bytes_per_second)}/s"),
-            *self.checks,
-        ]
-        yield Table(["CHECK", "STATE", "RESULT"], [[*map(printable, row)] for row in rows])
-
-    def document(self) -> dict[str, Any]:
-        """Returns the report as a JSON document."""
-        checks = [check._asdict() for check in self.checks]
-        return {**asdict(self), "checks": checks, "ok": self.ok}
 
 
 @contextmanager
@@ -87,7 +51,7 @@ def process_group() -> Iterator[None]:
 
 def diagnose_hosts(
     path: str | os.PathLike[str], *, measured_bytes: int = DEFAULT_MEASURED
-) -> HostsReport | None:
+) -> Diagnosis | None:
     """Examines a directory from all ranks of the process group. Every rank calls this function.
 
     Args:
@@ -138,14 +102,16 @@ def _open_on_all(parent: OpenDirectory, name: str, first: View) -> OpenDirectory
     return opened
 
 
-def _examine(path: str, directory: OpenDirectory, measured_bytes: int) -> HostsReport | None:
+def _examine(path: str, directory: OpenDirectory, measured_bytes: int) -> Diagnosis | None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     hosts = sorted(set(_from_all(socket.gethostname())))
-    report = HostsReport(path, hosts, ranks, View.of(directory).file_system)
-    report.fsync_ms = max(_from_all(median_ms_of(lambda: _write(directory, f"fsync{rank}", 4096))))
+    file_system = View.of(directory).file_system
+    report = Diagnosis(path, {"file_system": file_system, "hosts": hosts, "ranks": ranks})
+    fsync = median_ms_of(lambda: _write(directory, f"fsync{rank}", 4096))
+    report.measured["fsync_of_the_slowest_rank_ms"] = max(_from_all(fsync))
     dist.barrier()
-    seconds = seconds_of(lambda: _write(directory, f"bytes{rank}", measured_bytes))
-    report.write_bytes_per_second = ranks * measured_bytes / max(_from_all(seconds))
+    seconds = max(_from_all(seconds_of(lambda: _write(directory, f"b{rank}", measured_bytes))))
+    report.measured["writes_of_all_ranks_bytes_per_second"] = ranks * measured_bytes / seconds
     report.checks += [
         _check_new_file(directory),
         _check_listing(directory),

@@ -7,19 +7,15 @@ object. If a signal kills the process, a later sweep of the root deletes the obj
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
 from torch_ckpt._base.progress import Progress
-from torch_ckpt.cli.timing import median_ms_of, seconds_of
-from torch_ckpt.stores import ObjectStore, Service, at_once, open_store, part_bytes
+from torch_ckpt.cli.diagnosis import Diagnosis, median_ms_of, seconds_of
+from torch_ckpt.stores import ObjectStore, at_once, open_store, part_bytes
 from torch_ckpt.stores.bucket_rules import check_bucket, s3_client, suggested_rule
 from torch_ckpt.stores.folder import CLEANUP_SECONDS
 from torch_ckpt.stores.probe import PROBE_PREFIX, Check, probe
@@ -36,54 +32,12 @@ _SLICE_SECONDS = 0.2
 _MOST_CLOCK_SECONDS = 300.0
 
 
-@dataclass
-class StoreReport(Report):
-    """The result of :func:`diagnose_store`."""
-
-    url: str
-    service: Service
-    measured_bytes: int
-    # Medians in milliseconds, rates in bytes per second, and how many seconds the server's clock is
-    # ahead of this machine's clock. Empty if a request that the measurements need fails.
-    measured: dict[str, float] = field(default_factory=dict)
-    checks: list[Check] = field(default_factory=list)
-    # The rule to add to the bucket; None if the bucket has such a rule, or needs none.
-    lifecycle_rule: dict[str, Any] | None = None
-
-    @property
-    def ok(self) -> bool:
-        """True unless a check fails."""
-        return all(check.state != "fails" for check in self.checks)
-
-    def blocks(self) -> Iterator[Block]:
-        """Yields a table of all results, and the rule to add to the bucket."""
-        library, endpoint, region = self.service
-        facts = {"library": library, "endpoint": endpoint or "the default", "region": region}
-        if found := self.measured:
-            parts = plural(-(-self.measured_bytes // part_bytes(self.measured_bytes)), "part")
-            facts["put of 1 KiB"] = f"{found['put_ms']:.2f} ms"
-            facts["get of 1 KiB"] = f"{found['get_ms']:.2f} ms"
-            facts["upload"] = f"{size(found['upload_bytes_per_second'])}/s in {parts}"
-            facts["ranged reads"] = f"{size(found['read_bytes_per_second'])}/s"
-        rows = [(what, "", found) for what, found in facts.items() if found]
-        rows += [(check.what, check.state, check.why) for check in self.checks]
-        yield printable(self.url)
-        yield Table(["CHECK", "STATE", "RESULT"], [[*map(printable, row)] for row in rows])
-        if self.lifecycle_rule is not None:
-            yield f"Add this lifecycle rule to the bucket: {json.dumps(self.lifecycle_rule)}"
-
-    def document(self) -> dict[str, Any]:
-        """Returns the report as a JSON document."""
-        service, checks = self.service._asdict(), [check._asdict() for check in self.checks]
-        return {**asdict(self), "service": service, "checks": checks, "ok": self.ok}
-
-
 def diagnose_store(
     url: str,
     *,
     measured_bytes: int = DEFAULT_MEASURED,
     progress: Callable[[Progress], None] | None = None,
-) -> StoreReport:
+) -> Diagnosis:
     """Examines the store beneath a URL, with settings from the environment.
 
     Raises:
@@ -91,7 +45,7 @@ def diagnose_store(
         OSError: the store permits no request, or a measurement failed.
     """
     store, is_interrupted = open_store(url), threading.Event()
-    outcome: Future[StoreReport] = Future()
+    outcome: Future[Diagnosis] = Future()
 
     def advance(done: int) -> None:
         if is_interrupted.is_set():
@@ -117,15 +71,15 @@ def diagnose_store(
         raise
 
 
-def _examine(
-    store: ObjectStore, measured_bytes: int, advance: Callable[[int], None]
-) -> StoreReport:
+def _examine(store: ObjectStore, measured_bytes: int, advance: Callable[[int], None]) -> Diagnosis:
     found = probe(store, read_only=False)
     if "write" in found.failures:
         found.failures |= probe(store, read_only=True).failures
     if found.failures.keys() >= {"list", "read", "write"}:
         raise found.failures["read"]
-    report = StoreReport(store.root.url, store.service(), measured_bytes)
+    service = store.service()
+    facts = {name: text or None for name, text in service._asdict().items()}
+    report = Diagnosis(store.root.url, facts)
     report.checks += found.checks()
     if found.failures.keys().isdisjoint({"read", "write", "delete"}):
         name = f"{PROBE_PREFIX}{os.urandom(8).hex()}"
@@ -135,7 +89,7 @@ def _examine(
             store.within(CLEANUP_SECONDS).delete([name])
         report.checks.append(check_clock(report.measured.get("clock_s")))
     advance(2 * measured_bytes)
-    of_bucket = check_bucket(store.root, lambda: s3_client(report.service))
+    of_bucket = check_bucket(store.root, lambda: s3_client(service))
     report.checks += of_bucket
     if of_bucket[0].state != "holds":
         report.lifecycle_rule = suggested_rule(store.root)
