@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torch_ckpt._base.mounts import mount_of
+from torch_ckpt._base.system import mount_of
 
 from . import fresh_process, machine
 from .background import Trace, summarize

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import torch_ckpt
-from torch_ckpt._base.mounts import mount_of
+from torch_ckpt._base.system import mount_of
 
 from . import limits, pagecache, states
 from .background import Effort, Trace, trace_saves

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import torch_ckpt
-from torch_ckpt._base.mounts import mount_of
+from torch_ckpt._base.system import mount_of
 
 
 @dataclass(frozen=True)

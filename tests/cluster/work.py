@@ -27,7 +27,7 @@ from torch_ckpt import (
     ReadOptions,
     WriteOptions,
 )
-from torch_ckpt._base.machine import boot_id
+from torch_ckpt._base.system import boot_id
 from torch_ckpt.cli.host_doctor import diagnose_hosts
 from torch_ckpt.errors import RootInUse
 from torch_ckpt.manager import LocalTier

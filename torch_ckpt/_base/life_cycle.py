@@ -20,9 +20,13 @@ import multiprocessing.util  # noqa: F401
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
+
+T = TypeVar("T")
 
 
 class Part(IntEnum):
@@ -103,3 +107,25 @@ def watch_exit() -> None:
 
 
 os.register_at_fork(before=lambda: _call("before_fork"), after_in_child=lambda: _call("in_child"))
+
+
+class LiveObjects(Generic[T]):
+    """A set of weak references, compared by identity. It may change during iteration.
+
+    A ``WeakSet`` does not allow that: iterating it fails if another thread adds an object. A lock
+    could deadlock in signal handlers and forked children.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: WeakValueDictionary[int, T] = WeakValueDictionary()
+
+    def add(self, item: T) -> None:
+        self._by_id[id(item)] = item
+
+    def discard(self, item: T) -> None:
+        self._by_id.pop(id(item), None)
+
+    def __iter__(self) -> Iterator[T]:
+        for reference in self._by_id.valuerefs():
+            if (item := reference()) is not None:
+                yield item

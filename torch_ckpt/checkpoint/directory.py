@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, TypeVar
 
-from torch_ckpt._base.machine import boot_id
+from torch_ckpt._base.system import boot_id
 from torch_ckpt._core import Directory as OpenDirectory
 from torch_ckpt.errors import NotCommitted
 from torch_ckpt.stores.folder import StreamFolder

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torch_ckpt import _core
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.marker import list_run, read_marker, read_object_marker
 from torch_ckpt.checkpoint.step_names import DELETED_NAME, MARKER_NAME, STEP_NAME

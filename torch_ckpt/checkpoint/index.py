@@ -17,7 +17,7 @@ from typing import TypeVar
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.folders import Folder
 from torch_ckpt.errors import Unsafe
 

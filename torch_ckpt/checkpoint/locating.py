@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.folders import Folder, LocalFolder, RemoteFolder, open_file
 from torch_ckpt.checkpoint.index import METADATA_NAME, no_checkpoint
 from torch_ckpt.checkpoint.lineage import newest_of

@@ -46,7 +46,7 @@ def write_new_file(
 
     Args:
         pieces: the contents. Direct I/O is used for pieces in memory from
-            :func:`torch_ckpt._base.memory.memory_for_io`.
+            :func:`torch_ckpt._base.system.memory_for_io`.
         bytes: size of the contents.
         direct_io: see :class:`torch_ckpt.WriteOptions`.
         sync: fsync the file.

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 from torch_ckpt import _C, _core
 from torch_ckpt._base.checks import require_instance
 from torch_ckpt._base.cuda_events import record_events
-from torch_ckpt._base.paths import is_url
 from torch_ckpt._base.progress import Progress, reporting
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.directory import share_or_warn
 from torch_ckpt.checkpoint.dtypes import Conversions, lost_precision
 from torch_ckpt.checkpoint.folders import Folder, LocalFolder, RemoteFolder

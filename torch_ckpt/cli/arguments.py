@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable
 
 from torch_ckpt._base.formatting import plural
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt._base.version import __version__
 from torch_ckpt.checkpoint.step_names import LARGEST_STEP
 from torch_ckpt.cli import commands

@@ -20,9 +20,8 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.formatting import plural, size
-from torch_ckpt._base.free_space import free_bytes, require_room
-from torch_ckpt._base.mounts import mount_of
 from torch_ckpt._base.progress import Progress
+from torch_ckpt._base.system import free_bytes, mount_of, require_room
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.cli.diagnosis import Diagnosis, median_ms_of, seconds_of
 from torch_ckpt.stores.probe import Check

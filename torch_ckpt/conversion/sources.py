@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES, format_of, is_step_number
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.conversion.input import Entry, Input, Path, allocate_tensor

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.chunks import hash_layout, local_chunks
 from torch_ckpt.checkpoint.folders import RemoteFolder
 from torch_ckpt.checkpoint.objects import pickled

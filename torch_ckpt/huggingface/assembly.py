@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 from torch_ckpt import _core
-from torch_ckpt._base.memory import memory_for_io
+from torch_ckpt._base.system import memory_for_io
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.publishing import write_new_file
 from torch_ckpt.options import WriteOptions

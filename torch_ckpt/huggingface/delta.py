@@ -13,7 +13,7 @@ from contextlib import closing
 from typing import Any
 
 from torch_ckpt import _core
-from torch_ckpt._base.paths import refuse_url
+from torch_ckpt._base.system import refuse_url
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.publishing import split
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, STEP_NAME

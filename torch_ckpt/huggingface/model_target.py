@@ -32,7 +32,7 @@ import torch
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.checks import refuse_keyword, require_at_least, require_instance, reusable
-from torch_ckpt._base.paths import absolute
+from torch_ckpt._base.system import absolute
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory
 from torch_ckpt.checkpoint.dtypes import parse_dtype
 from torch_ckpt.checkpoint.publishing import write_new_file

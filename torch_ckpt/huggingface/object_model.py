@@ -47,7 +47,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.log import warn
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Report, Table, plural, printable, size
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.folders import Folder, names_if_listed
 from torch_ckpt.checkpoint.index import METADATA_NAME, locations_of, read_index
 from torch_ckpt.checkpoint.locating import OpenCheckpoint, open_checkpoint

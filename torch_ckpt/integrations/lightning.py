@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_ckpt import _core, api
-from torch_ckpt._base.containers import map_children
-from torch_ckpt._base.paths import local_path
+from torch_ckpt._base.system import local_path
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.options import (
@@ -39,6 +38,7 @@ from torch_ckpt.options import (
     refuse_options,
 )
 from torch_ckpt.saving.handle import AsyncSave
+from torch_ckpt.state.splitting import map_children
 from torch_ckpt.stores import open_object, open_store
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch_ckpt import api
 from torch_ckpt._base.checks import require_choice
 from torch_ckpt._base.log import LOGGER, warn
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.manager import CheckpointManager, LocalTier, SaveOptions

@@ -25,7 +25,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_ckpt import _core
-from torch_ckpt._base.machine import boot_id
+from torch_ckpt._base.system import boot_id
 from torch_ckpt.checkpoint.source import Facts
 from torch_ckpt.errors import CheckpointError
 

@@ -17,8 +17,8 @@ from torch.futures import Future
 from torch_ckpt import _core
 from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import RelaxedGc
-from torch_ckpt._base.paths import is_url
 from torch_ckpt._base.progress import ProgressOption
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.dtypes import warn_of_lost_precision
 from torch_ckpt.checkpoint.file_system import OnAnyFileSystem
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES

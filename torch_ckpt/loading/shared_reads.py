@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.dtypes import lost_precision
 from torch_ckpt.checkpoint.reading import Reading
 from torch_ckpt.checkpoint.source import RemoteMetadata, Source

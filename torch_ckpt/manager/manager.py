@@ -31,8 +31,8 @@ from torch.utils.hooks import RemovableHandle
 from torch_ckpt._base.checks import refuse_keyword, require_choice, require_instance
 from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.paths import absolute
 from torch_ckpt._base.progress import stderr_is_terminal
+from torch_ckpt._base.system import absolute
 from torch_ckpt.checkpoint.lineage import by_lineage, newest_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event

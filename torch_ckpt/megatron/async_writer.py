@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_ckpt import _core
 from torch_ckpt._base.checks import require_choice
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
-from torch_ckpt._base.live_objects import LiveObjects
+from torch_ckpt._base.life_cycle import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.file_system import WriterArguments

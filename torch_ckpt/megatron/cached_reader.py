@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.file_system import ReaderArguments
 from torch_ckpt.checkpoint.metadata import decode_indexed
 from torch_ckpt.loading.reader import FileSystemReader

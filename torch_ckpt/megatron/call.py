@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
 from torch_ckpt._base.exit_threads import exit_without, spawn
-from torch_ckpt._base.life_cycle import Part, register
-from torch_ckpt._base.live_objects import LiveObjects
+from torch_ckpt._base.life_cycle import LiveObjects, Part, register
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.request import STEP, AsyncRequest, require_same_call, stage_arguments
 from torch_ckpt.megatron.write_task import tasks_in

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.live_objects import LiveObjects
+from torch_ckpt._base.life_cycle import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.megatron.call import Agreement, Call
 from torch_ckpt.megatron.request import AsyncRequest, make_background

@@ -18,8 +18,7 @@ from collections import deque
 from typing import Any, ClassVar, NamedTuple
 
 from torch_ckpt import _core
-from torch_ckpt._base.life_cycle import Part, register
-from torch_ckpt._base.live_objects import LiveObjects
+from torch_ckpt._base.life_cycle import LiveObjects, Part, register
 from torch_ckpt.errors import CheckpointError
 
 

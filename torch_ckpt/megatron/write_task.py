@@ -34,7 +34,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.exit_threads import spawn
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.directory import (
     DirectoryIdentity,
     OpenDirectory,

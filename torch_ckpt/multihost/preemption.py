@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt import _core
-from torch_ckpt._base.life_cycle import Part, register
-from torch_ckpt._base.live_objects import LiveObjects
+from torch_ckpt._base.life_cycle import LiveObjects, Part, register
 from torch_ckpt.ranks.collective_call import explained
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.group import RankGroup, current_group, group_for

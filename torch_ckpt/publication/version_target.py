@@ -27,7 +27,7 @@ from contextlib import closing
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.log import LOGGER, warn
-from torch_ckpt._base.paths import local_path
+from torch_ckpt._base.system import local_path
 from torch_ckpt._base.version import __version__
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.errors import CheckpointError

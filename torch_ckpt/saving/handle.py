@@ -36,7 +36,6 @@ from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.progress import Progress
-from torch_ckpt._base.wrapped_optimizers import unwrapped
 from torch_ckpt.checkpoint.metrics import SaveMetrics
 from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError, OnCommitFailed
@@ -51,6 +50,7 @@ from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.target import Target
 from torch_ckpt.saving.unchanged import UnchangedDetector
 from torch_ckpt.saving.write import Written
+from torch_ckpt.state.optimizers import unwrapped
 from torch_ckpt.state.states import States
 
 T = TypeVar("T")

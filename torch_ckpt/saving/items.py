@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections import ChainMap
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from torch.futures import Future
 from torch.nn.parameter import is_lazy
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.cuda_runtime import warn_without_cuda
 from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt._base.log import warn
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.metadata import (
@@ -196,3 +197,13 @@ def _pop_checksum_tables(
                 tables.append(popped[0])
                 directories.append(popped[1])
     return tables, directories
+
+
+@functools.cache
+def warn_without_cuda(reason: str) -> None:
+    """Warns, once per process, that torch.save writes CUDA tensors, which is slow."""
+    warn(
+        f"torch_ckpt found no CUDA runtime that it can use ({reason}), so CUDA tensors are "
+        "copied to host memory and written by torch.save, which is slow and blocks the caller. "
+        "Install torch for CUDA 12 or 13 from PyPI or pytorch.org.",
+    )

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.log import warn
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, decode_index
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted

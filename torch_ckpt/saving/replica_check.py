@@ -109,3 +109,24 @@ class _Digest(pickle.Pickler):
             crc = _C.fingerprint(value) if _C.is_plain(value) else 0
             return str(value.dtype), tuple(value.shape), crc
         return None
+
+
+#: Name, the groups of ranks that have the same version, and the ranks of each mesh, if known.
+DifferingCopy = tuple[str, list[list[int]], list[list[int]]]
+
+
+def text_of_copies(differing: Sequence[DifferingCopy]) -> str:
+    """Returns the text of the error about copies that differ."""
+    lines = []
+    for name, groups, meshes in differing:
+        lines.append(f"{name}: {versions_text(groups[:5])}")
+        if meshes:
+            shown = [f"({ranks_text(ranks)})" for ranks in meshes[:5]]
+            shown += [f"{len(meshes) - 5} more"] if len(meshes) > 5 else []
+            lines[-1] += f", on the meshes {', '.join(shown)}"
+    loss = " that have the same shards, but only one rank's values would be saved"
+    return (
+        f"{differ_text('sharded tensor', lines, loss)}. If each group of ranks has a tensor of its "
+        "own (experts, for example), use a different name in each group, or a DTensor on one mesh "
+        "of all groups. If the tensors are copies, find out why they diverged."
+    )

@@ -34,8 +34,7 @@ from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.exchange import Answers, Exchange
 from torch_ckpt.saving.agreed_plan import AgreedPlan
-from torch_ckpt.saving.copies import text_of_copies
-from torch_ckpt.saving.replica_check import description_of
+from torch_ckpt.saving.replica_check import description_of, text_of_copies
 from torch_ckpt.saving.save_state import SaveState, StateDict
 from torch_ckpt.saving.target import Opened, Target
 from torch_ckpt.saving.write import Events, Written, progress_of, write_files

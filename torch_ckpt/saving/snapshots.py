@@ -18,9 +18,9 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
-from torch_ckpt._base.containers import is_container, map_children
 from torch_ckpt.checkpoint.objects import unpicklable
 from torch_ckpt.errors import SourceChanged
+from torch_ckpt.state.splitting import is_container, map_children
 
 #: Types whose instances a snapshot keeps without a copy.
 IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.checks import require_instance
-from torch_ckpt._base.paths import absolute
+from torch_ckpt._base.system import absolute
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, require_one_directory
 from torch_ckpt.checkpoint.lease import DirectoryLease, refuse_hidden_save, remove_own
 from torch_ckpt.checkpoint.shared_directory import Probe

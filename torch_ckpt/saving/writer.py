@@ -20,8 +20,8 @@ from torch.futures import Future
 from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import RelaxedGc
-from torch_ckpt._base.paths import absolute, is_url
 from torch_ckpt._base.progress import ProgressOption
+from torch_ckpt._base.system import absolute, is_url
 from torch_ckpt.checkpoint.directory import (
     DirectoryIdentity,
     OpenDirectory,

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from torch_ckpt._base.formatting import plural, some_of
 from torch_ckpt._base.log import warn
-from torch_ckpt._base.wrapped_optimizers import unwrapped
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.state.parameter_groups import pair_groups
@@ -780,3 +779,14 @@ def _is_zero(state: Any) -> bool:
     if isinstance(state, dict):
         return all(map(_is_zero, state.values()))
     return all(map(_is_zero, state)) if isinstance(state, list) else True
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer that holds the state. For a wrapper, such as Accelerate's, that is the
+    wrapped optimizer; otherwise it is the optimizer itself."""
+    while True:
+        held = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+        inner = next((o for o in held if o is not optimizer and o.state is optimizer.state), None)
+        if inner is None:
+            return optimizer
+        optimizer = inner

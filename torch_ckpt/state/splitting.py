@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from torch_ckpt._base.containers import map_children
 from torch_ckpt.checkpoint.objects import PLAIN, warn_of_what_will_not_load
 
 StateDict = dict[str, Any]
@@ -267,3 +266,32 @@ def is_wrapped(value: Any) -> bool:
 def unwrap_state(part: Any) -> Any:
     """Returns the value of a wrapped state; returns other values unchanged."""
     return part.value if is_wrapped(part) else part
+
+
+def is_container(value: Any) -> bool:
+    """Returns True for a dict, list or tuple, and for subclasses of dict.
+
+    Subclasses of list and tuple, such as named tuples, are leaves, as for torch's planners.
+    """
+    return type(value) in (list, tuple) or isinstance(value, dict)
+
+
+def map_children(container: Any, each: Callable[[Any, Any], Any]) -> Any:
+    """Returns a copy of a container, with each value replaced by ``each(value, key)``.
+
+    The copy has the type and the attributes of the container. The order of the calls is the order
+    of the values.
+
+    Args:
+        container: see :func:`is_container`.
+        each: called with a value and its key or index.
+    """
+    kind = type(container)
+    if kind is dict:
+        return {key: each(value, key) for key, value in container.items()}
+    if kind in (list, tuple):
+        return kind(each(value, index) for index, value in enumerate(container))
+    copied = copy.copy(container)
+    for key, value in container.items():
+        copied[key] = each(value, key)  # update() would add to the counts of a Counter
+    return copied

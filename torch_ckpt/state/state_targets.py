@@ -22,12 +22,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from torch_ckpt._base.containers import map_children
 from torch_ckpt._base.formatting import plural, some_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.state.filled_memory import FilledMemory, overlaps_itself
 from torch_ckpt.state.placeholders import Placeholder, Stored, describe_sharded
-from torch_ckpt.state.splitting import OBJECTS, is_wrapped, next_key, place_tensor, unwrap_state
+from torch_ckpt.state.splitting import (
+    OBJECTS,
+    is_wrapped,
+    map_children,
+    next_key,
+    place_tensor,
+    unwrap_state,
+)
 
 _MISSING: Any = object()
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torch_ckpt._base.paths import local_path
+from torch_ckpt._base.system import local_path
 from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, encoded_marker, parsed_marker
 from torch_ckpt.checkpoint.step_names import (
     LARGEST_STEP,

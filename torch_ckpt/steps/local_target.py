@@ -11,7 +11,7 @@ from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
-from torch_ckpt._base.free_space import require_room
+from torch_ckpt._base.system import require_room
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.marker import encoded_marker, read_marker
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, step_name

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_ckpt._base.checks import require_at_least
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.paths import absolute
+from torch_ckpt._base.system import absolute
 from torch_ckpt.checkpoint.lineage import by_lineage
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import CheckpointError

@@ -41,8 +41,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt import _core
-from torch_ckpt._base.life_cycle import Part, register
-from torch_ckpt._base.live_objects import LiveObjects
+from torch_ckpt._base.life_cycle import LiveObjects, Part, register
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME, decode_index

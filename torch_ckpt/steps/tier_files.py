@@ -11,8 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.memory import memory_for_io
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url, memory_for_io
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, METADATA_NAME
 from torch_ckpt.checkpoint.source import Source

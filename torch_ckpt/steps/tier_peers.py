@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from torch_ckpt._base.memory import memory_for_io
+from torch_ckpt._base.system import memory_for_io
 from torch_ckpt.checkpoint.directory import share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.errors import CheckpointError

@@ -34,8 +34,8 @@ from typing import Any
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.formatting import size
-from torch_ckpt._base.free_space import free_bytes
 from torch_ckpt._base.log import warn
+from torch_ckpt._base.system import free_bytes
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import encoded_marker

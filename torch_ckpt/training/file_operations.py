@@ -8,7 +8,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from torch_ckpt._base.paths import local_path
+from torch_ckpt._base.system import local_path
 from torch_ckpt.checkpoint.publishing import published_file
 from torch_ckpt.stores import open_object, open_store
 

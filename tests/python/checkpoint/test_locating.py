@@ -16,7 +16,7 @@ from tests.fault_hooks import at_fault_points
 from tests.local_steps import saved
 from tests.support import cause_of
 from torch_ckpt import CheckpointError
-from torch_ckpt._base.paths import is_url
+from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint import locating
 from torch_ckpt.checkpoint.folders import LocalFolder
 from torch_ckpt.checkpoint.locating import open_checkpoint

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault_hooks import failing
-from torch_ckpt._base.memory import memory_for_io
+from torch_ckpt._base.system import memory_for_io
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.publishing import write_new_file
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.commands import Run
 from tests.fault_hooks import at_fault_points, before
 from torch_ckpt._base.formatting import plural
-from torch_ckpt._base.mounts import Mount, find_mount, parse_mount
+from torch_ckpt._base.system import Mount, find_mount, parse_mount
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.cli import doctor
 from torch_ckpt.cli.doctor import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from torch_ckpt._base.live_objects import LiveObjects
+from torch_ckpt._base.life_cycle import LiveObjects
 
 
 class Thing:

@@ -17,10 +17,9 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from torch_ckpt import _C
-from torch_ckpt._base.cuda_runtime import warn_without_cuda
 from torch_ckpt.megatron import calls_queue
 from torch_ckpt.saving import host_memory
-from torch_ckpt.saving.items import as_value
+from torch_ckpt.saving.items import as_value, warn_without_cuda
 
 # --- no CUDA runtime that the engine can use ---------------------------------------------------
 

@@ -17,8 +17,8 @@ from tests.object_server import Fault, ObjectServer, Request, s3_fault
 from tests.python.stores.conftest import fsspec_store
 from torch_ckpt.cli import store_doctor
 from torch_ckpt.cli.exit_codes import ExitCode
+from torch_ckpt.cli.store_doctor import check_bucket, s3_client, suggested_rule
 from torch_ckpt.stores import Service, object_store, open_store
-from torch_ckpt.stores.bucket_rules import check_bucket, s3_client, suggested_rule
 from torch_ckpt.stores.folder import CLEANUP_SECONDS
 from torch_ckpt.stores.probe import PROBE_PREFIX, Check
 from torch_ckpt.stores.urls import parse_root
