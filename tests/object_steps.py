@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from tests.object_server import BUCKET, Fault, ObjectServer, Request, s3_fault
 from tests.support import assert_equal, random_tensor, save_step
 from torch_ckpt import ReadOptions, WriteOptions
-from torch_ckpt.checkpoint.step_names import LAST_SAVED_NAME
+from torch_ckpt.checkpoint.marker import LAST_SAVED_NAME
 from torch_ckpt.options import DEFAULT_OPTIONS
 from torch_ckpt.steps import MARKER_NAME
 from torch_ckpt.steps.object_steps import LEFTOVER_SECONDS, ObjectSteps

@@ -18,8 +18,14 @@ from typing import Any, NamedTuple, TypeAlias
 from torch_ckpt import _core
 from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.marker import list_run, read_marker, read_object_marker
-from torch_ckpt.checkpoint.step_names import DELETED_NAME, MARKER_NAME, STEP_NAME
+from torch_ckpt.checkpoint.marker import (
+    DELETED_NAME,
+    MARKER_NAME,
+    STEP_NAME,
+    list_run,
+    read_marker,
+    read_object_marker,
+)
 from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.stores import Entry, ObjectStore, at_once, open_store
 from torch_ckpt.stores.folder import ObjectFolder

@@ -29,8 +29,7 @@ from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.folders import Folder, LocalFolder, RemoteFolder, open_file
 from torch_ckpt.checkpoint.index import METADATA_NAME, no_checkpoint
 from torch_ckpt.checkpoint.lineage import newest_of
-from torch_ckpt.checkpoint.marker import epoch_of
-from torch_ckpt.checkpoint.step_names import MARKER_NAME, STEP_NAME, step_name
+from torch_ckpt.checkpoint.marker import MARKER_NAME, STEP_NAME, epoch_of, step_name
 from torch_ckpt.errors import CheckpointError
 
 _NUMBER = re.compile(r"\d{1,10}", re.ASCII)

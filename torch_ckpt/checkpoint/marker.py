@@ -1,29 +1,59 @@
-"""Encodes and parses the marker that completes a step."""
+"""The names of steps and of their files, and the marker that completes a step."""
 
 from __future__ import annotations
 
 import errno
 import json
+import operator
 import os
+import re
 from collections.abc import Container
 from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
-from torch_ckpt.checkpoint.step_names import (
-    DELETED_NAME,
-    LAST_SAVED_NAME,
-    MARKER_NAME,
-    PINNED_NAME,
-    STEP_NAME,
-)
 from torch_ckpt.stores import Entry, ObjectStore, at_once
+
+LARGEST_STEP = 10**10 - 1
+
+#: Name of a step directory.
+STEP_NAME = re.compile(r"^(\d{10})$", re.ASCII)
+
+#: A step is complete if its directory contains this file.
+MARKER_NAME = _core.MARKER_NAME
+
+#: Retention keeps a step if its directory contains this file.
+PINNED_NAME = _core.PINNED_NAME
+
+#: A step beneath a URL is being deleted if it has an object of this name.
+DELETED_NAME = "deleted"
+
+#: Object beneath the URL of a root that contains the name of the step that was saved last.
+LAST_SAVED_NAME = ".last_saved"
 
 #: Size limit of a marker, in bytes. A longer file was not written by torch_ckpt.
 MOST_MARKER_BYTES = 16 << 20
 
 # A longer object contains no name of a step.
 _MOST_NAME_BYTES = 64
+
+
+def step_name(step: int) -> str:
+    """Returns the name of a step's directory: the step number, padded to ten digits.
+
+    Raises:
+        TypeError: ``step`` is not an integer.
+        ValueError: ``step`` is negative or has more than ten digits.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        # The repr of a state dict would fill pages.
+        got = repr(step) if isinstance(step, (str, float, type(None))) else type(step).__name__
+        raise TypeError(f"step must be an int, got {got}") from None
+    if not 0 <= number <= LARGEST_STEP:
+        raise ValueError(f"step must be between 0 and {LARGEST_STEP}, got {number}")
+    return f"{number:010d}"
 
 
 def read_marker(directory: str) -> dict[str, Any] | None:

@@ -39,7 +39,7 @@ from typing import NamedTuple, TypeVar
 from torch_ckpt import _core
 from torch_ckpt._base.system import mount_of
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.step_names import MARKER_NAME
+from torch_ckpt.checkpoint.marker import MARKER_NAME
 from torch_ckpt.errors import CheckpointError, Corrupt
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.system import is_url
 from torch_ckpt._base.version import __version__
-from torch_ckpt.checkpoint.step_names import LARGEST_STEP
+from torch_ckpt.checkpoint.marker import LARGEST_STEP
 from torch_ckpt.cli import commands
-from torch_ckpt.cli.exit_codes import ExitCode
+from torch_ckpt.cli.output import ExitCode
 
 Command = Callable[[argparse.Namespace], ExitCode]
 

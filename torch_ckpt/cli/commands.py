@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from torch_ckpt._base.formatting import Report, some_of
 from torch_ckpt._base.progress import Progress, ProgressBar, stderr_is_terminal
 from torch_ckpt._base.system import local_path
-from torch_ckpt.cli.exit_codes import ExitCode
-from torch_ckpt.cli.output import print_blocks, print_error, print_json
+from torch_ckpt.cli.output import ExitCode, print_blocks, print_error, print_json
 from torch_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:

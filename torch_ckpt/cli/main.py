@@ -21,8 +21,7 @@ from torch_ckpt.cli.arguments import (
     suggest_command,
     suggest_option,
 )
-from torch_ckpt.cli.exit_codes import ExitCode
-from torch_ckpt.cli.output import print_error
+from torch_ckpt.cli.output import ExitCode, print_error
 from torch_ckpt.errors import CheckpointError
 
 

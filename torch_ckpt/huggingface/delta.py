@@ -15,8 +15,8 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.system import refuse_url
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
+from torch_ckpt.checkpoint.marker import MARKER_NAME, STEP_NAME
 from torch_ckpt.checkpoint.publishing import split
-from torch_ckpt.checkpoint.step_names import MARKER_NAME, STEP_NAME
 
 StrPath = str | os.PathLike[str]
 

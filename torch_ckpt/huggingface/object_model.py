@@ -49,7 +49,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.log import warn
 from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
-from torch_ckpt.checkpoint.step_names import MARKER_NAME
+from torch_ckpt.checkpoint.marker import MARKER_NAME
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.huggingface.model_target import (
     CHECKSUMS_NAME,

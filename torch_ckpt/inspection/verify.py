@@ -29,7 +29,7 @@ from torch_ckpt.checkpoint.directory import share_or_warn
 from torch_ckpt.checkpoint.folders import Folder, RemoteFolder, names_if_listed
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in, read_safetensors
 from torch_ckpt.checkpoint.locating import open_checkpoint
-from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME
+from torch_ckpt.checkpoint.marker import MARKER_NAME, PINNED_NAME, STEP_NAME
 from torch_ckpt.options import ReadOptions
 
 _METADATA_OF_RANK = re.compile(rf"^__\d+{re.escape(METADATA_NAME)}$")

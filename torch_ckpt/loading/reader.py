@@ -26,8 +26,7 @@ from torch_ckpt.checkpoint.metadata import checksum_tables, decode_indexed, deco
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.page_cache import RankReads, want_same_bytes
-from torch_ckpt.loading.planned_reads import PlannedReads, SafePlanner
-from torch_ckpt.loading.zero_fill import let_sizes_differ
+from torch_ckpt.loading.planned_reads import PlannedReads, SafePlanner, let_sizes_differ
 from torch_ckpt.options import ReadOptions
 
 

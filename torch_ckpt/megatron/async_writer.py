@@ -14,6 +14,7 @@ Megatron turns a save into functions that its async queue calls, possibly in ano
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import re
@@ -28,9 +29,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.filesystem import _StoragePrefix, _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _core
@@ -41,8 +42,8 @@ from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import DirectoryIdentity
 from torch_ckpt.checkpoint.file_system import WriterArguments
 from torch_ckpt.checkpoint.lease import remove_own
+from torch_ckpt.checkpoint.metadata import stored_properties
 from torch_ckpt.errors import CheckpointError, NotCommitted
-from torch_ckpt.megatron.plan_comparison import with_file_prefix
 from torch_ckpt.megatron.results_queue import ResultsQueue
 from torch_ckpt.megatron.write_task import Results, WriteTask, make_portable
 from torch_ckpt.ranks.failures import capture_exceptions
@@ -515,3 +516,43 @@ def _dequantize(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and kind.dequantize is not torch.Tensor.dequantize:
         return value.dequantize()
     return value
+
+
+def with_file_prefix(plan: SavePlan, rank: int) -> SavePlan:
+    return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+
+
+def same_plans(plan: SavePlan, loaded: SavePlan) -> bool:
+    """Returns True if the plans differ at most in file names and in fields that metadata does not
+    store."""
+    fields = {field.name for field in dataclasses.fields(plan)} - {"storage_data", "items"}
+    return (
+        all(getattr(plan, name) == getattr(loaded, name, None) for name in fields)
+        and len(plan.items) == len(loaded.items)
+        and all(map(_same_item, plan.items, loaded.items))
+    )
+
+
+def require_same(plan: SavePlan, cached: SavePlan) -> None:
+    if same_plans(plan, cached):
+        return
+    before = {item.index for item in cached.items}
+    now = {item.index for item in plan.items}
+    changed = sorted({index.fqn for index in before ^ now})
+    what = ", ".join(changed[:5]) or "shapes, dtypes, offsets or nesting of the same names"
+    raise CheckpointError(
+        f"the state dict has changed since the cached plan was made ({what}); when it changes, "
+        "plan without cached_ckpt_structure (enable_cache=False)"
+    )
+
+
+def _same_item(item: WriteItem, loaded: WriteItem) -> bool:
+    ours, theirs = item.tensor_data, loaded.tensor_data
+    if ours is None or theirs is None:
+        return item == loaded
+    return (
+        (item.index, item.type, item.bytes_io_data)
+        == (loaded.index, loaded.type, loaded.bytes_io_data)
+        and (ours.chunk, ours.size) == (theirs.chunk, theirs.size)
+        and stored_properties(ours.properties) == stored_properties(theirs.properties)
+    )

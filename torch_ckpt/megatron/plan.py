@@ -29,8 +29,12 @@ from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.megatron.async_writer import FileSystemWriterAsync
-from torch_ckpt.megatron.plan_comparison import require_same, same_plans, with_file_prefix
+from torch_ckpt.megatron.async_writer import (
+    FileSystemWriterAsync,
+    require_same,
+    same_plans,
+    with_file_prefix,
+)
 from torch_ckpt.ranks.exchange import Answers, Exchange
 from torch_ckpt.ranks.group import RankGroup, is_distributed
 from torch_ckpt.saving.save_state import SaveState

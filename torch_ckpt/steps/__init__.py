@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_ckpt._base.system import local_path
-from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, encoded_marker, parsed_marker
-from torch_ckpt.checkpoint.step_names import (
+from torch_ckpt.checkpoint.marker import (
     LARGEST_STEP,
     MARKER_NAME,
+    MOST_MARKER_BYTES,
     PINNED_NAME,
     STEP_NAME,
+    encoded_marker,
+    parsed_marker,
     step_name,
 )
 from torch_ckpt.steps.local import LocalSteps

@@ -9,8 +9,7 @@ from functools import cached_property
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES, METADATA_NAME, decode_index
-from torch_ckpt.checkpoint.marker import MOST_MARKER_BYTES, parsed_marker
-from torch_ckpt.checkpoint.step_names import MARKER_NAME
+from torch_ckpt.checkpoint.marker import MARKER_NAME, MOST_MARKER_BYTES, parsed_marker
 from torch_ckpt.steps.local import LocalSteps
 from torch_ckpt.steps.local_copy import LocalCopy, digest_of
 from torch_ckpt.steps.step_store import info_of

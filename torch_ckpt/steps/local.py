@@ -13,8 +13,15 @@ from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.marker import epoch_of, newest_epoch, read_marker
-from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
+from torch_ckpt.checkpoint.marker import (
+    MARKER_NAME,
+    PINNED_NAME,
+    STEP_NAME,
+    epoch_of,
+    newest_epoch,
+    read_marker,
+    step_name,
+)
 from torch_ckpt.errors import RootInUse
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.steps.lease_file import LeaseFile

@@ -13,8 +13,7 @@ from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.system import require_room
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.marker import encoded_marker, read_marker
-from torch_ckpt.checkpoint.step_names import MARKER_NAME, step_name
+from torch_ckpt.checkpoint.marker import MARKER_NAME, encoded_marker, read_marker, step_name
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.target import DirectoryTarget, Opened

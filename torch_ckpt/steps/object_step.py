@@ -31,15 +31,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.marker import encoded_marker
-from torch_ckpt.checkpoint.source import RemoteMetadata, Source
-from torch_ckpt.checkpoint.step_names import (
+from torch_ckpt.checkpoint.marker import (
     DELETED_NAME,
     LAST_SAVED_NAME,
     MARKER_NAME,
     PINNED_NAME,
+    encoded_marker,
     step_name,
 )
+from torch_ckpt.checkpoint.source import RemoteMetadata, Source
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.options import ReadOptions, WriteOptions
 from torch_ckpt.saving.object_target import ObjectTarget

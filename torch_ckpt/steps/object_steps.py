@@ -29,12 +29,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.marker import list_run, read_object_marker
-from torch_ckpt.checkpoint.step_names import (
+from torch_ckpt.checkpoint.marker import (
     DELETED_NAME,
     MARKER_NAME,
     PINNED_NAME,
     STEP_NAME,
+    list_run,
+    read_object_marker,
     step_name,
 )
 from torch_ckpt.options import ReadOptions, WriteOptions

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch_ckpt.checkpoint.marker import epoch_of
-from torch_ckpt.checkpoint.step_names import STEP_NAME
+from torch_ckpt.checkpoint.marker import STEP_NAME, epoch_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 

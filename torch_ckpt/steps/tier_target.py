@@ -38,8 +38,7 @@ from torch_ckpt._base.log import warn
 from torch_ckpt._base.system import free_bytes
 from torch_ckpt.checkpoint.directory import DirectoryIdentity, OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME
-from torch_ckpt.checkpoint.marker import encoded_marker
-from torch_ckpt.checkpoint.step_names import MARKER_NAME, step_name
+from torch_ckpt.checkpoint.marker import MARKER_NAME, encoded_marker, step_name
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan

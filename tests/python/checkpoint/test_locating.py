@@ -20,8 +20,8 @@ from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint import locating
 from torch_ckpt.checkpoint.folders import LocalFolder
 from torch_ckpt.checkpoint.locating import open_checkpoint
+from torch_ckpt.checkpoint.marker import DELETED_NAME, MARKER_NAME, PINNED_NAME, step_name
 from torch_ckpt.checkpoint.source import Source
-from torch_ckpt.checkpoint.step_names import DELETED_NAME, MARKER_NAME, PINNED_NAME, step_name
 from torch_ckpt.inspection.diff import diff
 from torch_ckpt.inspection.listing import examine
 from torch_ckpt.inspection.show import show

@@ -29,7 +29,7 @@ from tests.fault_hooks import before, failing
 from tests.support import data_files, save, save_step
 from torch_ckpt._base.formatting import size
 from torch_ckpt.cli.arguments import build_parser, subcommands
-from torch_ckpt.cli.exit_codes import ExitCode
+from torch_ckpt.cli.output import ExitCode
 from torch_ckpt.steps import LocalSteps
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "cli.md"

@@ -34,7 +34,7 @@ from tests.metadata import read_metadata
 from tests.support import StateDict, assert_equal, pairwise, random_tensor
 from torch_ckpt import Corrupt
 from torch_ckpt.checkpoint.metadata import encode_metadata
-from torch_ckpt.loading.zero_fill import GrowingSize
+from torch_ckpt.loading.planned_reads import GrowingSize
 
 #: Stored and wanted shape, and the option that lets them differ.
 FITTING: list[tuple[Shape, Shape, str]] = [

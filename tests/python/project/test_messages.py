@@ -122,7 +122,7 @@ NO_OPTIONS = {
     ("torch_ckpt/integrations/torchtitan.py", "last_save_in_hf"),  # of torchtitan's settings
     ("torch_ckpt/integrations/torchtitan.py", "load_step"),
     ("torch_ckpt/checkpoint/objects.py", "map_location"),  # of torch.load
-    ("torch_ckpt/megatron/plan_comparison.py", "enable_cache"),  # of Megatron
+    ("torch_ckpt/megatron/async_writer.py", "enable_cache"),  # of Megatron
     ("torch_ckpt/training/async_checkpoint.py", "model"),  # a value to save
 }
 #: Files with texts of this form that are not messages: scripts, drawings, digests and settings.

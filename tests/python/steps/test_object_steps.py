@@ -30,7 +30,7 @@ from tests.object_steps import (
 )
 from tests.support import assert_equal, cause_of, random_tensor, save_step, start_step
 from torch_ckpt import ReadOptions, WriteOptions
-from torch_ckpt.checkpoint.step_names import DELETED_NAME, LAST_SAVED_NAME
+from torch_ckpt.checkpoint.marker import DELETED_NAME, LAST_SAVED_NAME
 from torch_ckpt.steps import MARKER_NAME, MOST_MARKER_BYTES, open_steps
 from torch_ckpt.steps.object_steps import ObjectSteps
 from torch_ckpt.stores import Entry, ObjectStore

@@ -16,7 +16,7 @@ from tests.commands import Run
 from tests.object_server import Fault, ObjectServer, Request, s3_fault
 from tests.python.stores.conftest import fsspec_store
 from torch_ckpt.cli import store_doctor
-from torch_ckpt.cli.exit_codes import ExitCode
+from torch_ckpt.cli.output import ExitCode
 from torch_ckpt.cli.store_doctor import check_bucket, s3_client, suggested_rule
 from torch_ckpt.stores import Service, object_store, open_store
 from torch_ckpt.stores.folder import CLEANUP_SECONDS
