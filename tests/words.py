@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch_ckpt
+
 REPOSITORY = Path(__file__).parents[1]
 #: Kinds of passages that users see.
 VISIBLE = ("message", "public docstring", "document")
@@ -133,11 +135,13 @@ def passages(file: str) -> Iterator[Passage]:
 
 
 def _public_names(names: set[str] = set()) -> set[str]:  # noqa: B006  (computed once)
-    """Returns the names that the packages of torch_ckpt list in ``__all__``."""
-    for path in (REPOSITORY / "torch_ckpt").glob("**/__init__.py") if not names else ():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-                names.update(ast.literal_eval(node.value))
+    """Returns the public names of torch_ckpt and of its packages."""
+    if not names:
+        names.update(torch_ckpt.__all__)
+        for path in (REPOSITORY / "torch_ckpt").glob("*/__init__.py"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                    names.update(ast.literal_eval(node.value))
     return names
 
 

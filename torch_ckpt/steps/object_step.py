@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import errno
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.index import METADATA_NAME
@@ -44,8 +43,9 @@ from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.options import ReadOptions, WriteOptions
 from torch_ckpt.saving.object_target import ObjectTarget
 from torch_ckpt.saving.target import Opened
+from torch_ckpt.steps.step_objects import objects_of, open_targets, remove_step
 from torch_ckpt.steps.step_store import refuse_complete_step
-from torch_ckpt.stores import Entry, ObjectStore
+from torch_ckpt.stores import ObjectStore
 from torch_ckpt.stores.store_errors import unknown_outcome
 
 
@@ -165,28 +165,3 @@ class ObjectStepSource(Source):
                 errno.ENOENT, f"not a complete step: {MARKER_NAME} is missing", self.location
             )
         super().open(names, received)
-
-
-if TYPE_CHECKING:
-    from torch_ckpt.saving.target import Target
-
-#: The targets that this process is writing to.
-open_targets: weakref.WeakSet[Target] = weakref.WeakSet()
-
-
-def is_saving(url: str) -> bool:
-    """True if this process is saving the step."""
-    return any(target.path == url for target in list(open_targets))
-
-
-def objects_of(step: ObjectStore) -> dict[str, Entry]:
-    """Lists the objects of a step by name."""
-    return {entry.name: entry for entry in step.list()}
-
-
-def remove_step(step: ObjectStore, names: Iterable[str]) -> None:
-    """Deletes the objects of a step, in the order of object_steps.py."""
-    others = set(names) - {MARKER_NAME, DELETED_NAME}
-    step.delete([MARKER_NAME])
-    step.delete(sorted(others))
-    step.delete([DELETED_NAME])

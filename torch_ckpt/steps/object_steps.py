@@ -40,7 +40,7 @@ from torch_ckpt.checkpoint.marker import (
 )
 from torch_ckpt.options import ReadOptions, WriteOptions
 from torch_ckpt.steps.lease_object import LeaseObject
-from torch_ckpt.steps.object_step import is_saving, objects_of, remove_step
+from torch_ckpt.steps.step_objects import is_saving, objects_of, remove_step
 from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of, refuse_checkpoint
 from torch_ckpt.stores import Entry, Version, at_once, open_store
 from torch_ckpt.stores.probe import PROBE_PREFIX, probe
