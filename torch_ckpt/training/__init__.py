@@ -10,13 +10,12 @@ import torch_ckpt._base.supported_torch  # noqa: F401
 from torch_ckpt.training.checkpoints import load_checkpoint_if_it_exists, save_checkpoint
 from torch_ckpt.training.file_operations import mkdir
 from torch_ckpt.training.graphs import GraphRecorder, save_graph
-from torch_ckpt.training.logs import ReportLogger, SummaryLogger, log
+from torch_ckpt.training.logs import SummaryLogger, log
 from torch_ckpt.training.peaks import flops_per_device
 from torch_ckpt.training.profiles import start_profile, stop_profile
 
 __all__ = [
     "GraphRecorder",
-    "ReportLogger",
     "SummaryLogger",
     "flops_per_device",
     "load_checkpoint_if_it_exists",

@@ -16,7 +16,7 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex, TypeAlias, cast
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -27,9 +27,6 @@ from torch_ckpt.ranks.group import own_rank
 
 # Maximum number of problems in an error message.
 _MAX_REFUSALS = 10
-
-# Number of bars in the histograms that this module computes.
-_BARS = 64
 
 
 class SummaryLogger(Protocol):
@@ -47,36 +44,8 @@ class SummaryLogger(Protocol):
         """Logs a histogram of a tensor's values for a step."""
 
 
-class ReportLogger(Protocol):
-    """The methods of ``clearml.Logger`` that :func:`log` uses.
-
-    A ``clearml.Logger`` draws histograms but does not compute them, so :func:`log` computes the
-    heights of the bars.
-
-    Example::
-
-        training.log(step, clearml.Logger.current_logger(), {"loss": loss})
-    """
-
-    def report_scalar(self, title: str, series: str, value: float, iteration: int) -> object:
-        """Logs a scalar for a step."""
-
-    def report_histogram(
-        self,
-        title: str,
-        series: str,
-        values: Sequence[int | float],
-        iteration: int | None = None,
-        *,
-        xlabels: list[str] | None = None,
-    ) -> object:
-        """Logs a histogram for a step, given the heights of its bars."""
-
-
 # Quoted, because Python 3.10 cannot subscript LoggerAdapter.
-Logger: TypeAlias = (
-    "SummaryLogger | ReportLogger | logging.Logger | logging.LoggerAdapter[Any] | None"
-)
+Logger: TypeAlias = "SummaryLogger | logging.Logger | logging.LoggerAdapter[Any] | None"
 
 
 def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
@@ -90,9 +59,8 @@ def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
         step: the step number.
         logger: rank 0's logger; the argument is ignored on other ranks. One of: an object with
             ``add_scalar`` and ``add_histogram``, such as ``torch.utils.tensorboard.SummaryWriter``;
-            an object with ``report_scalar`` and ``report_histogram``, such as ``clearml.Logger``; a
-            ``logging.Logger``, which gets one record of level INFO; None, which prints one line to
-            standard output.
+            a ``logging.Logger``, which gets one record of level INFO; None, which prints one line
+            to standard output.
         output: a tree of mappings, lists, tuples and dataclasses. Numbers and zero-dimensional
             tensors are logged as scalars; other tensors and numpy arrays are logged as histograms
             of their elements. A value's name consists of the keys on its path, joined by "/".
@@ -272,55 +240,22 @@ def _fetch_values(leaves: Sequence[tuple[str, Value]], is_writer: bool) -> list[
 # --- loggers -------------------------------------------------------------------------------------
 
 
-class _ReportAdapter:
-    """Adapts a logger with report_scalar and report_histogram to SummaryLogger."""
-
-    def __init__(self, logger: ReportLogger) -> None:
-        self._logger = logger
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None:
-        self._logger.report_scalar(title=tag, series=tag, value=scalar_value, iteration=global_step)
-
-    def add_histogram(self, tag: str, values: torch.Tensor, global_step: int, /) -> None:
-        # In float64, because the difference of two float32 values may overflow float32.
-        counts, edges = torch.histogram(values.double(), _BARS)
-        middles = (edges[:-1] + edges[1:]) / 2
-        self._logger.report_histogram(
-            title=tag,
-            series=tag,
-            values=counts.long().tolist(),
-            iteration=global_step,
-            xlabels=[f"{middle:.8g}" for middle in middles.tolist()],
-        )
-
-
-def _as_summary_logger(logger: Any) -> SummaryLogger:
-    def has(*methods: str) -> bool:
-        return all(callable(getattr(logger, method, None)) for method in methods)
-
-    if has("add_scalar", "add_histogram"):
-        return cast(SummaryLogger, logger)
-    if has("report_scalar", "report_histogram"):
-        return _ReportAdapter(logger)
-    raise TypeError(
-        f"logger is a {type(logger).__qualname__}, which has neither add_scalar and add_histogram "
-        "nor report_scalar and report_histogram. Pass a torch.utils.tensorboard.SummaryWriter, a "
-        "clearml.Logger, a logging.Logger or None"
-    )
-
-
 def _summarize(step: int, logger: Any, values: Sequence[tuple[str, Value]]) -> None:
-    summary = _as_summary_logger(logger)
+    if not all(callable(getattr(logger, name, None)) for name in ("add_scalar", "add_histogram")):
+        raise TypeError(
+            f"logger is a {type(logger).__qualname__}, which does not have add_scalar and "
+            "add_histogram. Pass a torch.utils.tensorboard.SummaryWriter, a logging.Logger or None"
+        )
     for name, value in values:
         try:
             if not isinstance(value, torch.Tensor):
-                summary.add_scalar(name, float(value), step)
+                logger.add_scalar(name, float(value), step)
                 continue
             finite, others = _split_finite(value)
             if finite.numel():
-                summary.add_histogram(name, finite, step)
+                logger.add_histogram(name, finite, step)
             if others:
-                summary.add_scalar(f"{name}/nonfinite", float(others), step)
+                logger.add_scalar(f"{name}/nonfinite", float(others), step)
         except ValueError as error:
             raise ValueError(
                 f"step {step}: the logger does not accept {name!r}: {error}"
