@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "index/entry_table.h"
-#include "index/name_table.h"
 
 namespace torch_ckpt::index {
 
