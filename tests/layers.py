@@ -44,7 +44,7 @@ CSRC_LAYERS: tuple[tuple[str, ...], ...] = (
     ("index",),
     ("format", "os"),
     ("interrupt_check",),
-    ("checked_math", "error", "file_name", "seeded_hash"),
+    ("checked_math", "error", "file_name", "seeded_hash", "utf8"),
 )
 
 #: The extension modules of torch_ckpt.
@@ -180,6 +180,7 @@ CSRC = {
     "error": "One code for each defect, and Result<T>.",
     "interrupt_check": "The callback by which a long call finds out that it is interrupted.",
     "seeded_hash": "Seeded hashes for tables with untrusted keys.",
+    "utf8": "Checks of texts from outside.",
 }
 
 

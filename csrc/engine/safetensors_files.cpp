@@ -19,11 +19,6 @@
 namespace torch_ckpt::engine {
 namespace {
 
-Error in_file(Error error, const std::string& path) {
-  if (error.path.empty()) error.path = path;
-  return error;
-}
-
 using Checksums = std::map<std::string, format::SafeChecksums>;
 
 Result<format::WeightMap> read_weight_map(const Folder& folder, const std::string& name) {

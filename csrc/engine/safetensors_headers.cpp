@@ -21,11 +21,6 @@ std::span<std::byte> writable_bytes(std::string& text) {
   return std::as_writable_bytes(std::span(text));
 }
 
-Error in_file(Error error, const DataFile& file) {
-  if (error.path.empty()) error.path = file.path();
-  return error;
-}
-
 Result<ModelFile> read_model_file(const Folder& folder, const format::SafeChecksums& checksums) {
   const auto opened = DataFile::open(folder, checksums.name, DirectIo::off);
   if (!opened) return opened.error();
@@ -47,19 +42,24 @@ Result<ModelFile> read_model_file(const Folder& folder, const format::SafeChecks
   if (bytes != checksums.bytes || crc != checksums.header_crc) {
     return in_file(format_error(Errc::checksum_mismatch,
                                 "the file has changed since its checksums were saved"),
-                   *opened);
+                   opened->path());
   }
   return file;
 }
 
 }  // namespace
 
+Error in_file(Error error, const std::string& path) {
+  if (error.path.empty()) error.path = path;
+  return error;
+}
+
 Result<std::string> read_text(const DataFile& file) {
   if (file.bytes() > kMaxTextBytes) {
     return in_file(format_error(Errc::metadata_inconsistent,
                                 "the file has " + std::to_string(file.bytes()) +
                                     " bytes; the maximum is " + std::to_string(kMaxTextBytes)),
-                   file);
+                   file.path());
   }
   std::string contents(file.bytes(), '\0');
   if (auto read = file.read(writable_bytes(contents), 0); !read) return read.error();
@@ -73,7 +73,7 @@ Result<std::vector<format::SafeChecksums>> read_safe_checksums(const Folder& fol
   const auto contents = read_text(*file);
   if (!contents) return contents.error();
   auto decoded = format::decode_safe_checksums(std::as_bytes(std::span(*contents)));
-  if (!decoded) return in_file(decoded.error(), *file);
+  if (!decoded) return in_file(decoded.error(), file->path());
   return decoded;
 }
 
@@ -83,7 +83,7 @@ Result<StoredHeader> read_safetensors_header(const DataFile& file) {
   if (auto read = file.read(writable_bytes(header.bytes), 0); !read) return read.error();
   const auto length = format::safetensors_header_bytes(
       writable_bytes(header.bytes).first(std::min(first, format::kSafeLengthBytes)), file.bytes());
-  if (!length) return in_file(length.error(), file);
+  if (!length) return in_file(length.error(), file.path());
   header.bytes.resize(format::kSafeLengthBytes + *length);
   if (header.bytes.size() > first) {
     auto rest = file.read(writable_bytes(header.bytes).subspan(first), first);
@@ -91,7 +91,7 @@ Result<StoredHeader> read_safetensors_header(const DataFile& file) {
   }
   auto contents = format::decode_safetensors_header(
       std::string_view(header.bytes).substr(format::kSafeLengthBytes), file.bytes());
-  if (!contents) return in_file(contents.error(), file);
+  if (!contents) return in_file(contents.error(), file.path());
   header.contents = std::move(*contents);
   return header;
 }

@@ -12,6 +12,9 @@
 
 namespace torch_ckpt::engine {
 
+/// Returns the error with the path of a file, unless the error has a path.
+Error in_file(Error error, const std::string& path);
+
 /// Reads an entire file of at most 1 GiB. Fails with Errc::metadata_inconsistent if it is larger.
 Result<std::string> read_text(const DataFile& file);
 

@@ -9,6 +9,7 @@
 #include "checked_math.h"
 #include "format/json_events.h"
 #include "format/little_endian.h"
+#include "utf8.h"
 
 namespace torch_ckpt::format {
 namespace {
@@ -76,28 +77,6 @@ std::optional<std::uint64_t> bytes_of(std::span<const std::uint64_t> sizes, cons
     if (bytes) bytes = checked_mul(*bytes, size);
   }
   return bytes;
-}
-
-/// Returns true if the text is UTF-8, without surrogates and overlong encodings.
-bool is_utf8(std::string_view text) {
-  std::size_t at = 0;
-  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
-  while (at < text.size()) {
-    const unsigned char first = byte(at);
-    const std::size_t more = first < 0x80 ? 0 : first < 0xe0 ? 1 : first < 0xf0 ? 2 : 3;
-    if ((first >= 0x80 && first < 0xc2) || first > 0xf4 || more >= text.size() - at) return false;
-    std::uint32_t value = more == 0 ? first : first & (0x3fU >> more);
-    for (std::size_t i = 1; i <= more; ++i) {
-      if ((byte(at + i) & 0xc0) != 0x80) return false;
-      value = value << 6 | (byte(at + i) & 0x3fU);
-    }
-    constexpr std::uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
-    if (value < kLeast[more] || value > 0x10ffff || (value >= 0xd800 && value < 0xe000)) {
-      return false;
-    }
-    at += more + 1;
-  }
-  return true;
 }
 
 /// The fields of a tensor's entry, before they are checked.

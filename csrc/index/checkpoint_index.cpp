@@ -14,6 +14,7 @@
 #include "format/dtype.h"
 #include "index/metadata_seal.h"
 #include "seeded_hash.h"
+#include "utf8.h"
 
 namespace torch_ckpt::index {
 namespace {
@@ -22,36 +23,6 @@ namespace {
 constexpr std::uint64_t kMaxBytes = std::numeric_limits<std::int64_t>::max();
 
 constexpr std::size_t kMaxPathBytes = 4096;  // Linux's limit
-
-/// Returns true if Python can unpickle these bytes as a str. Python accepts surrogates.
-bool is_text(std::string_view bytes) {
-  for (std::size_t i = 0; i < bytes.size();) {
-    const auto lead = static_cast<unsigned char>(bytes[i]);
-    if (lead < 0x80) {
-      ++i;
-      continue;
-    }
-    const std::size_t length = lead >= 0xf0 ? 4 : lead >= 0xe0 ? 3 : 2;
-    if (lead < 0xc2 || lead > 0xf4 || i + length > bytes.size()) return false;
-    for (std::size_t k = 1; k < length; ++k) {
-      if ((static_cast<unsigned char>(bytes[i + k]) & 0xc0) != 0x80) return false;
-    }
-    const auto second = static_cast<unsigned char>(bytes[i + 1]);
-    if ((lead == 0xe0 && second < 0xa0) || (lead == 0xf0 && second < 0x90) ||
-        (lead == 0xf4 && second >= 0x90)) {
-      return false;
-    }
-    i += length;
-  }
-  return true;
-}
-
-bool has_surrogates(std::string_view text) {
-  for (std::size_t i = 0; i + 1 < text.size(); ++i) {
-    if (text[i] == '\xed' && static_cast<unsigned char>(text[i + 1]) >= 0xa0) return true;
-  }
-  return false;
-}
 
 bool is_beneath(std::string_view file) {
   return file.size() <= kMaxPathBytes && !has_surrogates(file) && names_file_beneath(file);
