@@ -22,8 +22,6 @@ import torch
 from benchmarks import (
     background,
     contenders,
-    dtensors,
-    files_per_rank,
     limits,
     measure,
     memory,
@@ -468,23 +466,6 @@ def results_of(main: Callable[[list[str]], Any], directory: Path, arguments: str
     found = main([*arguments.split(), "--rounds", "1", "--out", str(out)])
     assert found == json.loads(out.read_text())
     return found
-
-
-def test_every_use_of_a_planner_is_compared_with_stock(tmp_path: Path) -> None:
-    found = results_of(dtensors.main, tmp_path, f"--tensors 3 --plain 4 --dir {tmp_path}")
-    ways = {f"save: {name}" for name in dtensors.SAVES} | {
-        f"load: {name}" for name in dtensors.LOADS
-    }
-    assert [set(state) for state in found["states"].values()] == [ways, ways]
-
-
-def test_saves_into_several_files_are_compared_with_raw_writes(tmp_path: Path) -> None:
-    arguments = f"--size 4MB --files 1 2 --dir {tmp_path}"
-    medians = results_of(files_per_rank.main, tmp_path, arguments)["medians"]
-    for name in ("1 files", "2 files", "one tensor"):
-        assert medians[f"async_save, {name}: call"] > 0
-        assert medians[f"save, {name}"] > 0
-    assert any(name.startswith("raw ") for name in medians)
 
 
 def test_saves_and_loads_are_compared_with_limits_for_each_size_of_a_tensor(tmp_path: Path) -> None:
