@@ -38,7 +38,6 @@ LEAST_MEASURED = 8 * 4096
 # File systems that were tested with power cuts and crashes: docs/durability.md.
 _TESTED = {"ext4", "xfs"}
 _IN_MEMORY = {"tmpfs", "ramfs"}
-_LOCAL = _TESTED | _IN_MEMORY | {"ext2", "ext3", "btrfs", "zfs", "f2fs", "bcachefs"}
 
 # The assumptions in docs/durability.md that can be checked on one machine.
 _ASSUMPTIONS = {
@@ -123,7 +122,7 @@ def diagnose(
             report.measured["commit_ms"] = median_ms_of(
                 lambda: _core.publish_contents(opened, "metadata", b"x" * 4096)
             )
-            renames = _check_exclusive_rename(opened)
+            renames, is_local = _check_exclusive_rename(opened), opened.is_local
         locks = _check_locks(directory)
         rates: Rates = {}
         total = (2 if is_direct else 1) * 2 * len(THREADS) * measured_bytes
@@ -136,7 +135,9 @@ def diagnose(
         report.measured[f"{name}_bytes_per_second"] = rate
     report.options["FileSystemWriter"] = choose_options("write", rates)
     report.options["FileSystemReader"] = choose_options("read", rates)
-    report.checks = check_assumptions(mount.file_system, mount.options, renames, locks)
+    report.checks = check_assumptions(
+        mount.file_system, mount.options, is_local=is_local, renames=renames, locks=locks
+    )
     return report
 
 
@@ -236,12 +237,15 @@ def choose_options(kind: str, measured: Rates) -> dict[str, Any]:
     return {"thread_count": threads, "direct_io": "auto" if direct or not rates[True] else False}
 
 
-def check_assumptions(kind: str, mount_options: str, renames: bool, locks: bool) -> list[Check]:
+def check_assumptions(
+    kind: str, mount_options: str, *, is_local: bool, renames: bool, locks: bool
+) -> list[Check]:
     """Checks the assumptions in docs/durability.md, as far as one machine can.
 
     Args:
         kind: the file system.
         mount_options: separated by commas.
+        is_local: True if other machines do not have the file system.
         renames: True if a rename can fail instead of replacing an existing file.
         locks: True if flock on one file descriptor excludes another.
     """
@@ -258,7 +262,7 @@ def check_assumptions(kind: str, mount_options: str, renames: bool, locks: bool)
         verdicts[1] = "holds", f"tested on {kind}; a disk that ignores flushes cannot be detected"
     if not renames:
         verdicts[2] = "fails", "exclusive renames are not supported, or one replaced a file"
-    if kind in _LOCAL:
+    if is_local:
         verdicts[5] = "holds", "for the ranks on this machine"
         verdicts[6] = "holds", "flock excluded a second file descriptor"
     else:

@@ -181,7 +181,11 @@ def test_assumptions_hold_only_on_tested_file_systems(
     file_systems: list[str], options: str, expected: dict[int, str]
 ) -> None:
     for file_system in file_systems:
-        found = states(check_assumptions(file_system, options, renames=True, locks=True))
+        is_local = file_system in ("ext4", "xfs", "tmpfs")
+        checks = check_assumptions(
+            file_system, options, is_local=is_local, renames=True, locks=True
+        )
+        found = states(checks)
         assert found == dict.fromkeys((1, 2, 3, 5, 6), "holds") | expected
 
 
