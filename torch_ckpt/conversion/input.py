@@ -38,7 +38,7 @@ class Input(ABC):
     """A model in one of the supported formats. Not thread-safe; ``close()`` closes the files.
 
     All names, and the dtypes of ``tensors``, are those that the values get in the target;
-    selection.py sets them.
+    convert.py sets them.
 
     Attributes:
         format: "dcp", "torch" or "safetensors".
