@@ -140,6 +140,10 @@ Error exception_error(const std::exception_ptr& exception, std::string_view oper
 template <class T = void>
 using Result = boost::system::result<T, Error>;
 
+/// Evaluates an expression of type Result. If it is an error, returns the error from the function.
+#define TC_TRY(...) \
+  if (auto tried = (__VA_ARGS__); !tried) return std::move(tried).error()
+
 /// An Error as an exception, for code that also handles ATen's exceptions: csrc/torch and
 /// csrc/python call value() on results, and csrc/python converts Failures to Python exceptions.
 class Failure : public std::logic_error {

@@ -88,9 +88,7 @@ Result<bool> has_contents(const os::Directory& directory, const std::string& nam
   for (const std::string_view piece : contents) bytes += piece.size();
   if (*size != bytes) return false;
   std::string found(bytes, '\0');
-  if (auto read = file->read_at(std::as_writable_bytes(std::span(found)), 0); !read) {
-    return read.error();
-  }
+  TC_TRY(file->read_at(std::as_writable_bytes(std::span(found)), 0));
   std::string_view rest = found;
   for (const std::string_view piece : contents) {
     if (!rest.starts_with(piece)) return false;
@@ -150,7 +148,7 @@ Result<std::set<std::string>> named_files(const os::Directory& directory, const 
                             std::to_string(index::CheckpointIndex::kMaxFileBytes));
   }
   std::vector<std::byte> contents(*size);
-  if (auto read = file->read_at(contents, 0); !read) return read.error();
+  TC_TRY(file->read_at(contents, 0));
   const auto index = index::CheckpointIndex::decode(contents, path);
   if (!index) return index.error();
   std::set<std::string> files;
@@ -170,7 +168,7 @@ Result<bool> share(os::Directory& directory, double patience_s,
     if (!shared || *shared) return shared;
     if (Clock::now() >= until) return false;
     std::this_thread::sleep_for(kPollInterval);
-    if (auto continued = check_interrupt(); !continued) return continued.error();
+    TC_TRY(check_interrupt());
   }
 }
 
@@ -288,7 +286,7 @@ Result<> DirectoryLease::remove_unnamed(const Committed* committed, const NamedF
     remove_files(directory_, *names, warnings);
     if (!names->empty()) {
       // A power cut must not bring the metadata back after its data files were removed.
-      if (auto synced = directory_.sync(); !synced) return synced;
+      TC_TRY(directory_.sync());
     }
   }
   auto unnamed =
@@ -309,7 +307,7 @@ Result<> DirectoryLease::remove_unnamed(const Committed* committed, const NamedF
   if (!spared) return spared;
   if (!unnamed->empty() && committed == nullptr) {
     // The metadata may be from a save whose last fsync failed or was never called.
-    if (auto synced = directory_.sync(); !synced) return synced;
+    TC_TRY(directory_.sync());
   }
   remove_files(directory_, *unnamed, warnings);
   return {};
@@ -350,13 +348,13 @@ Result<std::optional<std::vector<std::string>>> remove_leftovers(os::Directory& 
   auto is_exclusive = directory.try_lock_exclusive();
   if (!is_exclusive) return is_exclusive.error();
   if (!*is_exclusive) return std::optional<std::vector<std::string>>();
-  if (auto synced = directory.sync(); !synced) return synced.error();
+  TC_TRY(directory.sync());
   auto unnamed = unnamed_files(directory, std::nullopt, nullptr, named);
   if (!unnamed) return unnamed.error();
   const auto none = [](const std::string&) { return false; };
-  if (auto spared = spare_recent(directory, *unnamed, none); !spared) return spared.error();
+  TC_TRY(spare_recent(directory, *unnamed, none));
   for (const std::string& name : *unnamed) {
-    if (auto removed = directory.remove(name); !removed) return removed.error();
+    TC_TRY(directory.remove(name));
   }
   return std::optional(*std::move(unnamed));
 }

@@ -67,7 +67,7 @@ Result<std::vector<format::SafeChecksums>> read_checksums(const os::Directory& d
   if (!bytes) return bytes.error();
   if (*bytes > kMaxChecksumsBytes) return none;
   std::vector<std::byte> contents(*bytes);
-  if (auto read = file->read_at(contents, 0); !read) return read.error();
+  TC_TRY(file->read_at(contents, 0));
   auto decoded = format::decode_safe_checksums(contents);
   return decoded ? std::move(*decoded) : none;
 }
@@ -190,12 +190,10 @@ Result<ModelSave> ModelSave::begin(const os::Directory& parent, std::string name
                     "it exists already, and is in use or not empty; pass overwrite=True to replace "
                     "it");
     }
-    if (auto replaceable = require_replaceable(parent, name, extras); !replaceable) {
-      return replaceable.error();
-    }
+    TC_TRY(require_replaceable(parent, name, extras));
   }
   std::string temporary = temporary_name(name);
-  if (auto made = parent.make_directory(temporary); !made) return made.error();
+  TC_TRY(parent.make_directory(temporary));
   auto opened = parent.open_directory(temporary);
   // The exclusive lock creates the file of the lock on a network file system.
   const Result<bool> locked = opened ? opened->try_lock_exclusive() : opened.error();
@@ -269,12 +267,11 @@ Result<> ModelSave::complete(std::span<const planning::SafetensorsLayout::File> 
     if (!done) return done;
   }
   for (const Extra& other : extras) {
-    if (auto written = write_file(other.name, other.contents, sync); !written) return written;
+    TC_TRY(write_file(other.name, other.contents, sync));
   }
   auto all = planning::checksums_of(files, std::move(checksums), extras);
   const std::string contents = format::encode_safe_checksums(all);
-  if (auto written = write_file(std::string(format::kSafeChecksumsName), contents, sync); !written)
-    return written;
+  TC_TRY(write_file(std::string(format::kSafeChecksumsName), contents, sync));
   checksums_ = std::move(all);
   return sync ? directory_.sync() : Result<>();
 }
@@ -286,11 +283,11 @@ Result<> ModelSave::link_if_equal(const os::Directory& base, const std::string& 
   if (!old || !made) return old ? made.error() : old.error();
   auto are_equal = have_equal_bytes(*old, *made);
   if (!are_equal || !*are_equal) return are_equal ? Result<>() : are_equal.error();
-  if (auto synced = sync ? old->sync() : Result<>(); !synced) return synced;
+  TC_TRY(sync ? old->sync() : Result<>());
   const auto identity = old->identity();
   if (!identity) return identity.error();
   const std::string link = name + ".link-" + random_hex(kTagDigits);
-  if (auto linked = directory_.link_from(base, name, link); !linked) return linked;
+  TC_TRY(directory_.link_from(base, name, link));
   // Another process may have replaced the base's file since it was opened.
   const auto found = directory_.identity_of(link);
   Result<> done = found ? Result<>() : found.error();
@@ -358,7 +355,7 @@ Result<> ModelSave::remove_former(const std::string& former) const {
     if (replaceable.error().sys_errno != EEXIST) return replaceable;
     const std::string kept = former == temporary_ ? former_name(name_) : former;
     if (kept != former) {
-      if (auto renamed = parent_.rename(former, kept, false); !renamed) return renamed;
+      TC_TRY(parent_.rename(former, kept, false));
     }
     return exists(parent_, kept, "another process has added a file to it");
   }

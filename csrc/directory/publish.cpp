@@ -37,9 +37,9 @@ Result<> write_pieces(os::File& file, Pieces contents) {
       joined += piece;
       continue;
     }
-    if (auto written = write(joined); !written) return written;
+    TC_TRY(write(joined));
     joined.clear();
-    if (auto written = write(piece); !written) return written;
+    TC_TRY(write(piece));
   }
   return write(joined);
 }
@@ -49,9 +49,9 @@ Result<> write_temporary(const os::Directory& directory, const std::string& name
   auto file = directory.create(name, os::IoMode::buffered);
   if (!file) return file.error();
   created = Created{to_optional(file->identity())};
-  if (auto written = write_pieces(*file, contents); !written) return written;
+  TC_TRY(write_pieces(*file, contents));
   if (sync) {
-    if (auto synced = file->sync(); !synced) return synced;
+    TC_TRY(file->sync());
   }
   return std::move(*file).close();
 }
@@ -73,7 +73,7 @@ Error moved_error(const os::Directory& directory) {
 /// directories, so that this is still true after a power cut.
 Result<> require_at_path(const os::Directory& directory, PublishMode mode) {
   if (mode.sync && mode.sync_above) {
-    if (auto synced = directory.sync_ancestors(); !synced) return synced;
+    TC_TRY(directory.sync_ancestors());
   }
   auto is_at_path = directory.is_at_path();
   if (!is_at_path) return is_at_path.error();
@@ -176,9 +176,8 @@ PublishOutcome publish(const os::Directory& directory, const Publication& public
   bool is_aside = false;
   Renamed is_renamed = Renamed::no;
   const Result<> done = [&]() -> Result<> {
-    if (auto ready = require_at_path(directory, mode); !ready) return ready;
-    if (auto same = require_named(directory, publication.temporary, publication.identity); !same)
-      return same;
+    TC_TRY(require_at_path(directory, mode));
+    TC_TRY(require_named(directory, publication.temporary, publication.identity));
     if (!publication.aside.empty()) {
       auto there = directory.identity_of(publication.name);
       if (!there && there.error().sys_errno != ENOENT) return there.error();

@@ -50,14 +50,14 @@ Result<bool> finish_rename(const os::Directory& root, const os::Directory& opene
   auto lock = RootLock::take(root, kCommitPatience);
   if (!lock) return lock.error();
   if (lease && !lock->is_held()) return locked_root(root);
-  if (auto held = require_lease(root, lease); !held) return held.error();
+  TC_TRY(require_lease(root, lease));
   auto exists = root.contains(digits);
   if (!exists) return exists;
   if (*exists) return false;
-  if (auto renamed = root.rename(name, digits, false); !renamed) return renamed.error();
+  TC_TRY(root.rename(name, digits, false));
   // Another run that takes the lease need not wait for the fsync.
   lock->release();
-  if (auto synced = root.sync(); !synced) return synced.error();
+  TC_TRY(root.sync());
   return true;
 }
 
@@ -118,7 +118,7 @@ Result<bool> StepRoot::remove(const std::string& name, const LeaseBytes& lease) 
   // Without locks the readers of a step cannot be detected. Delete the step anyway: this run holds
   // the lease on the root.
   if (!*is_unused && opened->has_locks()) return false;
-  if (auto held = require_lease(*root, lease); !held) return held.error();
+  TC_TRY(require_lease(*root, lease));
   std::string deleted = name;
   if (const auto parsed = parse_step_name(name); !parsed || parsed->kind != StepKind::deleted) {
     deleted = deleted_name(name.substr(0, kStepDigits));
@@ -126,21 +126,21 @@ Result<bool> StepRoot::remove(const std::string& name, const LeaseBytes& lease) 
       auto lock = RootLock::take(*root);
       if (!lock) return lock.error();
       if (!lock->is_held()) return false;
-      if (auto held = require_lease(*root, lease); !held) return held.error();
+      TC_TRY(require_lease(*root, lease));
       // A save may have replaced the directory since it was opened.
       auto is_same = root->leads_to(name, *opened);
       if (!is_same || !*is_same) return is_same;
-      if (auto left = leave_version(*root, name); !left) return left.error();
-      if (auto renamed = root->rename(name, deleted); !renamed) return renamed.error();
+      TC_TRY(leave_version(*root, name));
+      TC_TRY(root->rename(name, deleted));
     }
     auto is_same = root->leads_to(deleted, *opened);
     if (!is_same) return is_same;
     if (!*is_same) {
       // A save that waited too long for the lock has replaced the directory.
-      if (auto renamed = root->rename(deleted, name); !renamed) return renamed.error();
+      TC_TRY(root->rename(deleted, name));
       return false;
     }
-    if (auto synced = root->sync(); !synced) return synced.error();
+    TC_TRY(root->sync());
   }
   // Some clients of network file systems keep a removed file under another name while it is open.
   opened->close();
@@ -160,7 +160,7 @@ Result<StepRoot::Sweep> StepRoot::sweep(bool deleted_only, const std::string& at
   auto root = os::Directory::open(path_);
   if (!root && is_missing(root.error())) return sweep;
   if (!root) return root.error();
-  if (auto held = require_lease(*root, lease); !held) return held.error();
+  TC_TRY(require_lease(*root, lease));
   auto names = root->names();
   if (!names) return names.error();
   std::ranges::sort(*names);
@@ -197,7 +197,7 @@ Result<StepSave> StepSave::begin(StepRoot& steps, const os::Directory& unfinishe
   auto root = os::Directory::open(steps.path());
   if (!root) return root.error();
   // The save's lease holds the shared lock, too, so that this cannot fail because of a sweep.
-  if (auto shared = directory->try_share(); !shared) return shared.error();
+  TC_TRY(directory->try_share());
   return StepSave(steps, std::move(*root), std::move(*directory), digits,
                   last_component(unfinished.path()));
 }
@@ -211,7 +211,7 @@ Result<std::vector<std::string>> StepSave::find_missing(
     auto missing = directory::find_missing(directory_, files);
     if (!missing || missing->empty() || Clock::now() >= until) return missing;
     std::this_thread::sleep_for(kPollInterval);
-    if (auto continued = check_interrupt(); !continued) return continued.error();
+    TC_TRY(check_interrupt());
   }
 }
 

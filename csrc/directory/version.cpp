@@ -42,7 +42,7 @@ Result<std::string> newest_of(const os::Directory& root, std::string_view withou
 
 Result<> set_latest(const os::Directory& root, const std::string& name) {
   const std::string temporary = std::string(kTemporaryLatest) + random_hex(kSuffixDigits);
-  if (auto made = root.make_link(name, temporary); !made) return made;
+  TC_TRY(root.make_link(name, temporary));
   auto renamed = root.rename(temporary, std::string(kLatestName));
   if (!renamed) static_cast<void>(root.remove(temporary));
   return renamed;
@@ -53,7 +53,7 @@ Result<> remove_leftovers_of_links(const os::Directory& root) {
   if (!names) return names.error();
   for (const std::string& name : *names) {
     if (!name.starts_with(kTemporaryLatest)) continue;
-    if (auto removed = root.remove(name); !removed) return removed;
+    TC_TRY(root.remove(name));
   }
   return {};
 }
@@ -67,7 +67,7 @@ Result<> update_latest(const os::Directory& root, bool sync) {
   if (!current) return current.error();
   // Without the lock, a link may belong to a running publication.
   if (lock->is_exclusive()) {
-    if (auto removed = remove_leftovers_of_links(root); !removed) return removed;
+    TC_TRY(remove_leftovers_of_links(root));
   }
   // Without the lock, another publication may have moved the link meanwhile, so look again.
   while (true) {
@@ -76,7 +76,7 @@ Result<> update_latest(const os::Directory& root, bool sync) {
     if (newest->empty()) return {};
     // Another process may have renamed the link, but not made it durable.
     if (*newest == *current) return sync ? root.sync() : Result<>();
-    if (auto set = set_latest(root, *newest); !set) return set;
+    TC_TRY(set_latest(root, *newest));
     *current = std::move(*newest);
   }
 }

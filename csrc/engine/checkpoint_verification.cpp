@@ -37,7 +37,7 @@ Result<> CheckpointVerification::add(const CheckpointIndex& index,
     }
   }
   for (std::uint32_t number = 0; number < index.entries().size(); ++number) {
-    if (auto added = add_entry(index, number); !added) return added;
+    TC_TRY(add_entry(index, number));
     const auto coverage = planning::check_coverage(index, number, check_interrupt);
     if (!coverage) return coverage.error();
     if (coverage->state != planning::Coverage::State::complete) {

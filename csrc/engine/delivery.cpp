@@ -95,7 +95,7 @@ Result<std::span<std::byte>> Scratch::next_buffer() {
   if (slots_.empty()) return std::span<std::byte>();
   current_ = (current_ + 1) % slots_.size();
   packed_ = 0;
-  if (auto waited = wait_for_copies(slots_[current_]); !waited) return waited.error();
+  TC_TRY(wait_for_copies(slots_[current_]));
   return slots_[current_].chunk->bytes().first(layout_.read_bytes);
 }
 
@@ -143,8 +143,8 @@ Result<std::uint64_t> Scratch::deliver_to_device(const Region& region, const Tar
     // Several regions need the same bytes, and the space for packed elements is used up.
     // Submissions are waited for in order, so waiting for this chunk's copies means waiting for all
     // of them.
-    if (auto submitted = submit(); !submitted) return submitted.error();
-    if (auto waited = wait_all(); !waited) return waited.error();
+    TC_TRY(submit());
+    TC_TRY(wait_all());
     packed_ = 0;
   }
   const std::span<std::byte> packed =

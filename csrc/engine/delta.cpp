@@ -77,7 +77,7 @@ class StoredModel {
     if (!files) return files.error();
     auto model =
         std::unique_ptr<StoredModel>(new StoredModel(std::move(*files), std::move(folder)));
-    if (auto added = model->add_tensors(); !added) return added.error();
+    TC_TRY(model->add_tensors());
     return model;
   }
 
@@ -146,7 +146,7 @@ struct Pending {
 
 Result<> read_checked(const StoredTensor& stored, std::size_t block, const Range& range,
                       std::span<std::byte> out) {
-  if (auto read = stored.read(range, out); !read) return read;
+  TC_TRY(stored.read(range, out));
   if (crc_of(out) == stored.sums.block_crcs[block]) return {};
   return at(format_error(Errc::checksum_mismatch, "the data does not match its checksum"), stored,
             range);
@@ -155,13 +155,13 @@ Result<> read_checked(const StoredTensor& stored, std::size_t block, const Range
 Result<> encode(Pending& pending) {
   const Range range = pending.range();
   std::vector<std::byte> version(range.bytes);
-  if (auto read = read_checked(*pending.version, pending.block, range, version); !read) return read;
+  TC_TRY(read_checked(*pending.version, pending.block, range, version));
   if (pending.base == nullptr) {
     *pending.change = format::encode_full_block(version, pending.payload);
     return {};
   }
   std::vector<std::byte> base(range.bytes);
-  if (auto read = read_checked(*pending.base, pending.block, range, base); !read) return read;
+  TC_TRY(read_checked(*pending.base, pending.block, range, base));
   const std::size_t item_bytes = pending.version->tensor->dtype->item_bytes;
   *pending.change = format::encode_change(base, version, item_bytes, pending.payload);
   pending.change->base_crc = pending.base->sums.block_crcs[pending.block];
@@ -235,7 +235,7 @@ Result<> write_delta(Context& context, const os::Directory& base, std::string na
   auto out = version.create(std::string(format::kDeltaName), os::IoMode::buffered);
   if (!out) return out.error();
   const auto magic = std::as_bytes(std::span(format::kDeltaMagic));
-  if (auto written = out->write_at(magic, 0); !written) return written;
+  TC_TRY(out->write_at(magic, 0));
   const auto end = write_payloads(context, blocks, *out, magic.size());
   if (!end) return end.error();
   const std::string last = format::encode_delta_end(contents);
@@ -298,8 +298,8 @@ Result<> write_block(const Block& block, std::span<const std::byte> payload,
   std::vector<std::byte> data(range.bytes);
   const auto read = source == nullptr ? Result<>() : source->read(range, data);
   if (!read) return read;
-  if (auto valid = check_payload(block, payload); !valid) return valid;
-  if (auto checked = check_base(block, data, base); !checked) return checked;
+  TC_TRY(check_payload(block, payload));
+  TC_TRY(check_base(block, data, base));
   format::apply_change(block.change().change, payload, data, block.item_bytes());
   if (crc_of(data) != block.of.change->sums.block_crcs[block.number]) {
     return in_tensor(Errc::checksum_mismatch, block.of.tensor->name,

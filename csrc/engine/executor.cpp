@@ -118,7 +118,7 @@ Result<> Executor::post_long_tasks(std::size_t count, std::string_view operation
   };
   add(count);
   const std::shared_ptr<const void> threads(this, [add, count](const void*) { add(-count); });
-  if (auto ensured = ensure_threads({}, 0); !ensured) return ensured;
+  TC_TRY(ensure_threads({}, 0));
   // Asio copies a handler before calling it. Sharing the task ensures that this copy allocates no
   // memory.
   const auto shared = std::make_shared<const LongTask>(task);

@@ -56,11 +56,9 @@ Result<> check_records_fit(const Folder& folder, const std::vector<LoadFile>& fi
       error.path = path;
       return about(record.name, std::move(error));
     }
-    if (auto enough = options.check_target_bytes(record.name, record.length); !enough) {
-      return enough;
-    }
+    TC_TRY(options.check_target_bytes(record.name, record.length));
     total += record.length;
-    if (auto enough = options.check_target_bytes(record.name, total); !enough) return enough;
+    TC_TRY(options.check_target_bytes(record.name, total));
   }
   return {};
 }
@@ -86,8 +84,8 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(Context& context, Folder
   if (!scratch) return scratch.error();
   std::shared_ptr<LoadSession> session(
       new LoadSession(context, std::move(folder), files, std::move(reads), options, *scratch));
-  if (auto planned = session->plan(files); !planned) return planned.error();
-  if (auto started = session->pipeline_.start(session, "load"); !started) return started.error();
+  TC_TRY(session->plan(files));
+  TC_TRY(session->pipeline_.start(session, "load"));
   return session;
 }
 

@@ -29,12 +29,12 @@ Result<NewFile> NewFile::create(const os::Directory& directory, const std::strin
                                 std::uint64_t bytes, DirectIo direct_io) {
   auto file = create_file(directory, name, bytes, direct_io, false);
   if (!file) return file.error();
-  if (auto reserved = file->reserve(bytes); !reserved) return reserved.error();
+  TC_TRY(file->reserve(bytes));
   return NewFile(std::move(*file));
 }
 
 Result<> NewFile::write(std::span<const std::byte> data) {
-  if (auto written = file_.write_at(data, offset_); !written) return written;
+  TC_TRY(file_.write_at(data, offset_));
   if (!file_.is_direct()) file_.start_writeback(offset_, data.size());
   offset_ += data.size();
   return {};
@@ -42,7 +42,7 @@ Result<> NewFile::write(std::span<const std::byte> data) {
 
 Result<> NewFile::finish(bool sync) && {
   if (sync) {
-    if (auto synced = file_.sync(); !synced) return synced;
+    TC_TRY(file_.sync());
   }
   return std::move(file_).close();
 }

@@ -26,11 +26,11 @@ Result<> OutputFile::open(DirectIo direct_io) {
     if (!edges) return edges.error();
     edges_ = std::move(*edges);
   }
-  if (auto reserved = file->reserve(bytes_); !reserved) return reserved;
+  TC_TRY(file->reserve(bytes_));
   if (image_.is_scattered()) {
     // Where space cannot be reserved. A file that ends before a part that is written through the
     // page cache could lose the bytes of another rank in the same page.
-    if (auto extended = file->truncate(bytes_); !extended) return extended;
+    TC_TRY(file->truncate(bytes_));
   }
   file_ = std::move(*file);
   return {};
@@ -149,7 +149,7 @@ bool OutputFile::is_collective(std::uint64_t offset, std::size_t bytes) const {
 Result<std::uint64_t> OutputFile::write(const staging::Chunk& chunk, std::size_t bytes,
                                         std::uint64_t offset, std::uint64_t written) {
   if (!image_.is_scattered()) {
-    if (auto done = write_image(chunk, bytes, offset); !done) return done.error();
+    TC_TRY(write_image(chunk, bytes, offset));
     return bytes;
   }
   Parts parts(*this);
@@ -161,7 +161,7 @@ Result<std::uint64_t> OutputFile::write(const staging::Chunk& chunk, std::size_t
                             const std::uint64_t taken = parts.add(at, segment);
                             if (taken < count) added = in_image - offset + taken;
                           });
-  if (auto done = parts.end(); !done) return done.error();
+  TC_TRY(parts.end());
   return added;
 }
 
@@ -181,7 +181,7 @@ Result<> OutputFile::write_image(const staging::Chunk& chunk, std::size_t bytes,
     std::memset(data.data() + bytes, 0, data.size() - bytes);
     if (data.size() > bytes) is_padded_ = true;
   }
-  if (auto written = file_->write_at(data, offset); !written) return written;
+  TC_TRY(file_->write_at(data, offset));
   if (!file_->is_direct()) file_->start_writeback(offset, bytes);
   return {};
 }
@@ -193,38 +193,34 @@ Result<> OutputFile::write_segment(std::span<const std::byte> data, std::uint64_
       reinterpret_cast<std::uintptr_t>(data.data()) % os::kDirectAlignment == misalignment;
   const bool is_direct = edges_ && file_->is_direct() && is_congruent;
   if (!is_direct || data.size() < planning::kLongRunBytes) {
-    if (auto written = buffered.write_at(data, offset); !written) return written;
+    TC_TRY(buffered.write_at(data, offset));
     // Short runs share their pages with other ranks, which may not have written yet.
     if (data.size() >= planning::kLongRunBytes) buffered.start_writeback(offset, data.size());
     return {};
   }
   const std::uint64_t head = misalignment == 0 ? 0 : os::kDirectAlignment - misalignment;
   const std::uint64_t blocks = align_down(data.size() - head, os::kDirectAlignment);
-  if (auto written = buffered.write_at(data.first(head), offset); !written) return written;
-  if (auto written = file_->write_at(data.subspan(head, blocks), offset + head); !written) {
-    return written;
-  }
+  TC_TRY(buffered.write_at(data.first(head), offset));
+  TC_TRY(file_->write_at(data.subspan(head, blocks), offset + head));
   return buffered.write_at(data.subspan(head + blocks), offset + head + blocks);
 }
 
 Result<> OutputFile::finish(bool sync, Timing& timing) {
   if (is_in_store()) return {};
   if (collective_ != nullptr) {
-    if (auto written = Parts(*this).write_ready_blocks(); !written) return written;
+    TC_TRY(Parts(*this).write_ready_blocks());
   }
   os::File file = std::move(*file_);
   file_.reset();
   if (edges_) {
-    if (auto closed = std::move(*std::exchange(edges_, std::nullopt)).close(); !closed) {
-      return closed;
-    }
+    TC_TRY(std::move(*std::exchange(edges_, std::nullopt)).close());
   }
   if (is_padded_) {
-    if (auto cut = file.truncate(bytes_); !cut) return cut;
+    TC_TRY(file.truncate(bytes_));
   }
   if (sync) {
     const ScopedTimer timed(timing, Activity::fsync);
-    if (auto synced = file.sync(); !synced) return synced;
+    TC_TRY(file.sync());
   }
   return std::move(file).close();
 }

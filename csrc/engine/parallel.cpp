@@ -72,7 +72,7 @@ class TaskGroup : public std::enable_shared_from_this<TaskGroup> {
 
 Result<> run_tasks(Context& context, const PoolSpec& spec, std::size_t tasks,
                    std::string_view operation, std::function<Result<bool>()> step) {
-  if (auto ensured = context.executor.ensure_threads(spec, tasks); !ensured) return ensured;
+  TC_TRY(context.executor.ensure_threads(spec, tasks));
   const auto group =
       std::make_shared<TaskGroup>(context.executor.pool(spec), tasks, operation, std::move(step));
   for (std::size_t i = 0; i < tasks; ++i) group->post();
@@ -86,7 +86,7 @@ Result<> run_parallel(Context& context, std::size_t count, std::string_view oper
                    [&]() -> Result<bool> {
                      const std::size_t n = next++;
                      if (n >= count) return false;
-                     if (auto ran = task(n); !ran) return ran.error();
+                     TC_TRY(task(n));
                      return true;
                    });
 }

@@ -91,7 +91,7 @@ Result<std::optional<ProcessChannel::Outcome>> ProcessChannel::wait_for_files(
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
         deadline - std::chrono::steady_clock::now());
     if (left.count() <= 0) return std::optional<Outcome>();
-    if (auto waited = mailbox_.wait(left, std::span(&owner_, 1)); !waited) return waited.error();
+    TC_TRY(mailbox_.wait(left, std::span(&owner_, 1)));
   }
 }
 
@@ -131,7 +131,7 @@ Result<> ProcessChannel::receive() {
 
 Result<std::vector<std::string>> ProcessChannel::take_objects() {
   const os::MutexLock lock(mutex_);
-  if (auto received = receive(); !received) return received.error();
+  TC_TRY(receive());
   return std::exchange(objects_, {});
 }
 
@@ -152,7 +152,7 @@ Result<std::vector<std::pair<std::int64_t, std::string>>> ProcessChannel::take_d
   }
   // Receive everything that the dead processes sent. This removes the announcements of objects that
   // have been sent.
-  if (auto received = receive(); !received) return received.error();
+  TC_TRY(receive());
   std::vector<std::pair<std::int64_t, std::string>> missing;
   for (Announcement& announcement : dead) {
     const auto open =

@@ -258,7 +258,7 @@ Result<> ReadPipeline::run_piece(const planning::ReadUnit& unit, const DataFile&
   for (ByteRange range : unit.ranges) {
     range.end = std::min(range.end, payload.bytes);
     if (range.begin >= range.end) continue;
-    if (auto read = read_range(record, range, file, scratch, check); !read) return read;
+    TC_TRY(read_range(record, range, file, scratch, check));
   }
   large.pieces[unit.piece] = check.sum();
   if (--large.pieces_left > 0 || failure_.is_set()) return {};
@@ -276,7 +276,7 @@ Result<> ReadPipeline::read_range(std::size_t record, ByteRange range, const Dat
     auto end = read_step(record, range, file, scratch, check);
     if (!end) return end.error();
     range.begin = *end;
-    if (auto submitted = scratch.submit(); !submitted) return submitted;
+    TC_TRY(scratch.submit());
   }
   return {};
 }

@@ -207,7 +207,7 @@ Result<> RecordDelivery::consume_in_place(const RegionRead& read, std::uint64_t 
   const std::uint64_t begin = std::clamp(run.begin, position, end);
   const std::uint64_t stop = std::clamp(run.end, begin, end);
   if (begin > position) {
-    if (auto intact = check.update(position, bytes.first(begin - position)); !intact) return intact;
+    TC_TRY(check.update(position, bytes.first(begin - position)));
   }
   if (stop > begin) {
     auto intact = check.update(begin, bytes.subspan(begin - position, stop - begin),
@@ -224,7 +224,7 @@ Result<> RecordDelivery::finish(std::size_t number, const Payload& payload,
   const Record& record = records_[number];
   if (crc && *crc != *payload.crc) return checksum_error(*payload.crc, *crc, "the archive");
   if (verify_ && payload.blocks == nullptr && first(record).kind == ReadKind::raw) {
-    if (auto intact = check_raw(record, payload_bytes); !intact) return intact;
+    TC_TRY(check_raw(record, payload_bytes));
   }
   set_status(record, ReadStatus::done);
   return {};

@@ -85,7 +85,7 @@ Result<std::vector<std::byte>> DataFile::read_head(std::uint64_t offset,
     }
   }
   std::vector<std::byte> head(bytes);
-  if (auto done = read(head, offset); !done) return done.error();
+  TC_TRY(read(head, offset));
   return head;
 }
 
@@ -94,7 +94,7 @@ Result<std::vector<std::byte>> DataFile::read_tail(std::uint64_t offset,
   const std::uint64_t end = offset + bytes;
   const std::uint64_t next = heads_ == nullptr ? 0 : std::min(kEndsBytesInStore, bytes_ - end);
   std::vector<std::byte> tail(bytes + next);
-  if (auto done = read(tail, offset); !done) return done.error();
+  TC_TRY(read(tail, offset));
   if (next > 0) {
     const os::MutexLock lock(heads_->mutex);
     auto& by_offset = heads_->by_offset;
@@ -121,7 +121,7 @@ Result<ReadBytes> DataFile::fetch(std::span<std::byte> scratch, std::uint64_t of
     if (!got && got.error().sys_errno != EINVAL) return got.error();
   }
   const std::span<std::byte> out = scratch.first(length);
-  if (auto done = read(out, offset); !done) return done.error();
+  TC_TRY(read(out, offset));
   return ReadBytes{out};
 }
 
@@ -155,7 +155,7 @@ Result<std::span<const std::byte>> RecordInFile::at(std::uint64_t offset, std::u
   }
   // This read is at most 1 MiB, because format/record_index.cpp reads no more at a time.
   other_.resize(length);
-  if (auto done = file_.read(other_, offset_ + offset); !done) return done.error();
+  TC_TRY(file_.read(other_, offset_ + offset));
   return std::span<const std::byte>(other_);
 }
 

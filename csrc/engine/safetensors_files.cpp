@@ -117,7 +117,7 @@ Result<SafetensorsFiles> read_safetensors(const Folder& folder, const std::strin
   }
   HeaderReader reader(folder, checksums);
   if (!name.ends_with(format::kWeightMapSuffix)) {
-    if (auto added = reader.add(name); !added) return added.error();
+    TC_TRY(reader.add(name));
     return std::move(reader).finish();
   }
   const auto map = read_weight_map(folder, name);

@@ -62,7 +62,7 @@ Result<std::string> read_text(const DataFile& file) {
                    file.path());
   }
   std::string contents(file.bytes(), '\0');
-  if (auto read = file.read(writable_bytes(contents), 0); !read) return read.error();
+  TC_TRY(file.read(writable_bytes(contents), 0));
   return contents;
 }
 
@@ -80,7 +80,7 @@ Result<std::vector<format::SafeChecksums>> read_safe_checksums(const Folder& fol
 Result<StoredHeader> read_safetensors_header(const DataFile& file) {
   StoredHeader header{file.bytes(), std::string(std::min(file.bytes(), kFirstBytes), '\0'), {}};
   const std::size_t first = header.bytes.size();
-  if (auto read = file.read(writable_bytes(header.bytes), 0); !read) return read.error();
+  TC_TRY(file.read(writable_bytes(header.bytes), 0));
   const auto length = format::safetensors_header_bytes(
       writable_bytes(header.bytes).first(std::min(first, format::kSafeLengthBytes)), file.bytes());
   if (!length) return in_file(length.error(), file.path());

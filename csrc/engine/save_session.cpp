@@ -273,7 +273,7 @@ Result<> SaveSession::outcome() const {
 }
 
 Result<std::vector<format::FileResult>> SaveSession::results() const {
-  if (auto good = outcome(); !good) return good.error();
+  TC_TRY(outcome());
   std::vector<format::FileResult> results(files_.size());
   for (const auto& message : results_.messages()) results[message->file] = message->result;
   return results;

@@ -178,7 +178,7 @@ Result<> SaveSession::make_stream_wait(int device, void* stream) {
   if (results_.inherited()) return outcome();
   for (const Stager& stager : stager_tasks_) {
     if (stager.copier == nullptr) continue;
-    if (auto held = stager.copier->make_stream_wait(device, stream); !held) return held;
+    TC_TRY(stager.copier->make_stream_wait(device, stream));
   }
   return {};
 }

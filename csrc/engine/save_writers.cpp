@@ -155,7 +155,7 @@ void SaveSession::finish(FileSave& file, FileWriter& writer) noexcept {
         return format_error(Errc::cancelled, "another file of this save failed");
       std::unique_ptr<staging::Chunk> none;
       if (file.output.is_in_store() && file.job.image.bytes() == 0) {
-        if (auto sent = send(file, none, 0, 0); !sent) return sent;
+        TC_TRY(send(file, none, 0, 0));
       }
       return file.output.finish(options_.sync, timing_);
     });

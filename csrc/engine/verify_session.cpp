@@ -28,7 +28,7 @@ Result<std::shared_ptr<VerifySession>> VerifySession::start(
   }
   session->pipeline_.plan(std::move(wanted), session->bytes_planned_,
                           session->verifier_.block_bytes());
-  if (auto started = session->pipeline_.start(session, "verify"); !started) return started.error();
+  TC_TRY(session->pipeline_.start(session, "verify"));
   return session;
 }
 

@@ -153,7 +153,7 @@ class DirectoryReader {
     if (entries_left_ == 0) return std::optional<ZipEntry>();
     --entries_left_;
     if (window_.size() - position_ < kMaxDirectoryEntryBytes && bytes_left_ > 0) {
-      if (auto filled = fill(); !filled) return filled.error();
+      TC_TRY(fill());
     }
     ByteReader cursor(std::span<const std::byte>(window_).subspan(position_));
     const std::size_t before = cursor.left();
@@ -273,7 +273,7 @@ Result<> visit_entries(RecordBytes& record, const Visit& visit) {
       }
       left -= entry.bytes;
     }
-    if (auto visited = visit(entry, at); !visited) return visited;
+    TC_TRY(visit(entry, at));
   }
 }
 
@@ -341,7 +341,7 @@ Result<RecordIndex> index_record(RecordBytes& record) {
   auto pickle_bytes = record.at(*pickle_at, pickle->bytes);
   if (!pickle_bytes) return pickle_bytes.error();
   // Check this before decoding: a damaged pickle may still decode, for example with wrong strides.
-  if (auto intact = check_entry(*pickle_bytes, *pickle, *pickle_at); !intact) return intact.error();
+  TC_TRY(check_entry(*pickle_bytes, *pickle, *pickle_at));
   auto header = decode_tensor_pickle(*pickle_bytes);
   if (!header) return header.error();
   auto payload_at = data_offset(record, *payload);

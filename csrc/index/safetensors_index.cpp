@@ -15,7 +15,7 @@ Result<> SafetensorsIndexBuilder::add_file(std::string_view name,
   index_.files_.push_back(index_.add_text(name));
   index_.tables_.push_back(index_.add_text(table));
   for (const format::SafeTensor& tensor : tensors) {
-    if (auto added = add_tensor(tensor, file); !added) return added;
+    TC_TRY(add_tensor(tensor, file));
   }
   return {};
 }

@@ -109,7 +109,7 @@ Result<> make_directories(const std::string& given) {
   if (path.empty() || is_directory(path)) return {};
   const std::string parent = parent_of(path);
   if (parent != path) {
-    if (auto made = make_directories(parent); !made) return made;
+    TC_TRY(make_directories(parent));
   }
   TC_FAULT("mkdir", path);
   if (::mkdir(path.c_str(), 0777) != 0) {

@@ -98,9 +98,7 @@ class Mailbox::Memory {
   Result<Head> head() const {
     for (int reads = 0; reads < kMaxHeadReads; ++reads) {
       Head head;
-      if (auto read = file_.read_at(std::as_writable_bytes(std::span(&head, 1)), 0); !read) {
-        return read.error();
-      }
+      TC_TRY(file_.read_at(std::as_writable_bytes(std::span(&head, 1)), 0));
       if (head.end.offset == ~head.end.complement) {
         // Read the messages after the head that announces them.
         std::atomic_thread_fence(std::memory_order_acquire);
@@ -112,7 +110,7 @@ class Mailbox::Memory {
   }
 
   Result<> append(const Head& head, std::span<const std::byte> message) {
-    if (auto written = file_.write_at(message, head.end.offset); !written) return written;
+    TC_TRY(file_.write_at(message, head.end.offset));
     std::atomic_thread_fence(std::memory_order_release);
     const std::uint64_t end = head.end.offset + message.size();
     return write(Head::End{end, ~end}, offsetof(Head, end));
@@ -124,9 +122,7 @@ class Mailbox::Memory {
 
   Result<std::string> messages(std::uint64_t begin, std::uint64_t end) const {
     std::string bytes(end - begin, '\0');
-    if (auto read = file_.read_at(std::as_writable_bytes(std::span(bytes)), begin); !read) {
-      return read.error();
-    }
+    TC_TRY(file_.read_at(std::as_writable_bytes(std::span(bytes)), begin));
     return bytes;
   }
   /// Frees the memory of messages that were taken.
@@ -205,10 +201,10 @@ Result<> Mailbox::put(std::span<const std::byte> message, bool wakes) {
   {
     auto memory = Memory::open(*this);
     if (!memory) return memory.error();
-    if (auto locked = memory->lock(); !locked) return locked;
+    TC_TRY(memory->lock());
     auto head = memory->head();
     if (!head) return head.error();
-    if (auto appended = memory->append(*head, message); !appended) return appended;
+    TC_TRY(memory->append(*head, message));
   }
   return wakes ? wake() : Result<>();
 }
@@ -216,7 +212,7 @@ Result<> Mailbox::put(std::span<const std::byte> message, bool wakes) {
 Result<> Mailbox::put_lost() {
   auto memory = Memory::open(*this);
   if (!memory) return memory.error();
-  if (auto marked = memory->mark_lost(); !marked) return marked;
+  TC_TRY(memory->mark_lost());
   return wake();
 }
 
@@ -237,7 +233,7 @@ Result<Mailbox::Contents> Mailbox::contents(bool takes) {
   auto messages = memory->messages(head->taken, head->end.offset);
   if (!messages) return messages.error();
   if (takes && !messages->empty()) {
-    if (auto taken = memory->mark_taken(head->end.offset); !taken) return taken.error();
+    TC_TRY(memory->mark_taken(head->end.offset));
     memory->free_taken(head->end.offset);
   }
   return Contents{std::move(*messages), head->lost != 0};

@@ -67,7 +67,7 @@ Result<SharedMemory> SharedMemory::map(const MemoryFile::Address& address, std::
   auto file = open_memory_file(path, address.file);
   if (!file) return file.error();
   // Without allocated memory, a write to the mapping could raise SIGBUS.
-  if (auto reserved = file->reserve(bytes); !reserved) return reserved.error();
+  TC_TRY(file->reserve(bytes));
   TC_FAULT("mmap", path);
   const int fd = std::move(*file).release();
   void* const mapped = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

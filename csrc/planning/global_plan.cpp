@@ -122,7 +122,7 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
           entry.row = row;
           entry.layout = layout;
         } else if (&plan.states_[entry.rank].state() != &rank_state.state()) {
-          if (auto same = plan.check_same(entry, rank, row); !same) return std::move(same).error();
+          TC_TRY(plan.check_same(entry, rank, row));
         }
         entry.has_copies |= layout != entry.layout || layout == RankState::kNoLayout;
       }
@@ -152,8 +152,8 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
     }
   }
   plan.choose_owners();
-  if (auto found = plan.find_copies(); !found) return std::move(found).error();
-  if (auto covered = plan.check_cover(); !covered) return std::move(covered).error();
+  TC_TRY(plan.find_copies());
+  TC_TRY(plan.check_cover());
   return plan;
 }
 
@@ -175,7 +175,7 @@ Result<std::vector<std::uint32_t>> GlobalPlan::add_entries(std::uint32_t rank) {
     // Compare the dtype and size of a DTensor only on ranks that have a part of it: on ranks
     // outside its mesh, torch may report a different size.
     if (row.kind == Kind::shard && row_of(entries_[number]).kind == Kind::shard) continue;
-    if (auto same = check_same(entries_[number], rank, i); !same) return std::move(same).error();
+    TC_TRY(check_same(entries_[number], rank, i));
   }
   return entries;
 }

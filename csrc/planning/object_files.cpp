@@ -146,7 +146,7 @@ Result<FileAssembly> FileAssembly::decode(std::string_view bytes) {
       read_all(reader, dims, part.lengths);
     }
     if (reader.has_failed()) break;
-    if (auto added = assembly.add_stream(rank, parts); !added) return added.error();
+    TC_TRY(assembly.add_stream(rank, parts));
   }
   if (reader.has_failed() || reader.left() != 0) return damaged();
   return assembly;
@@ -195,7 +195,7 @@ Result<ObjectFiles> ObjectFiles::of(const SafetensorsLayout& layout,
         return part.tensor + (runs ? runs->begin() : 0);
       };
       std::ranges::stable_sort(of_file, {}, first_byte);
-      if (auto added = assembly.add_stream(rank, of_file); !added) return added.error();
+      TC_TRY(assembly.add_stream(rank, of_file));
     }
     if (has_one_owner) continue;
     // The rank that writes least, among those that have parts of the file.

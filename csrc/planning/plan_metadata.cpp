@@ -41,7 +41,7 @@ Result<index::EncodedMetadata> PlanMetadata::encode(std::span<const WrittenFiles
   } else {
     described->set_files(written);
   }
-  if (auto placed = place(*described, written); !placed) return std::move(placed).error();
+  TC_TRY(place(*described, written));
   index::EncodedMetadata encoded = described->encoder.encode(extras);
   described_ = std::move(described);
   return encoded;
@@ -62,7 +62,7 @@ Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles>
     const WrittenFiles of_rank = rank < written.size() ? written[rank] : WrittenFiles();
     RankLocations& known = described.locations[rank];
     if (!known.equal(first, of_rank)) {
-      if (auto placed = place(described, rank, first, of_rank); !placed) return placed;
+      TC_TRY(place(described, rank, first, of_rank));
       known = {first, {}};
       for (const format::FileResult& file : of_rank) known.files.push_back(file.locations);
     }

@@ -77,9 +77,7 @@ Result<SafetensorsLayout> SafetensorsLayout::of(std::vector<SafeTensor> tensors,
                                                 const Options& options) {
   std::unordered_set<std::string_view> names;
   for (const SafeTensor& tensor : tensors) {
-    if (auto safe = format::require_safe(tensor.name, tensor.dtype, tensor.sizes); !safe) {
-      return safe.error();
-    }
+    TC_TRY(format::require_safe(tensor.name, tensor.dtype, tensor.sizes));
     if (!names.insert(tensor.name).second) {
       Error error = format_error(Errc::unsavable, "two tensors would get this name; rename one");
       error.subject = tensor.name;

@@ -163,7 +163,7 @@ class GapSearch {
     std::ranges::sort(boxes, {}, [&](std::uint32_t box) { return begin(box, level); });
     std::int64_t covered = 0;
     for (const std::uint32_t box : boxes) {
-      if (auto counted = count_step(); !counted) return counted.error();
+      TC_TRY(count_step());
       if (begin(box, level) > covered) break;
       covered = std::max(covered, end(box, level));
     }
@@ -223,7 +223,7 @@ class GapSearch {
     std::int64_t edge = 0;
     for (auto event = events.begin(); edge < whole_[dims_[level]];) {
       for (; event != events.end() && event->at == edge; ++event) {
-        if (auto counted = count_step(); !counted) return counted.error();
+        TC_TRY(count_step());
         if (has_reached_limit()) return false;
         change(event->box, event->is_end);
       }
@@ -340,7 +340,7 @@ Result<Coverage> check_coverage(std::span<const std::int64_t> whole, std::vector
 Result<Coverage> check_coverage(const index::CheckpointIndex& index, std::uint32_t number,
                                 const InterruptCheck& check_interrupt) {
   if (number % kEntriesPerCheck == 0) {
-    if (auto continued = check_interrupt(); !continued) return continued.error();
+    TC_TRY(check_interrupt());
   }
   const index::CheckpointIndex::Entry& entry = index.entries()[number];
   if (!entry.is_tensor) return Coverage();

@@ -75,7 +75,7 @@ Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::allocate_arena(std::size_
     auto arena = Arena::allocate(bytes * count);
     if (!arena) return arena.error();
     if (device != Source::kHost) {
-      if (auto pinned = (*arena)->pin(device); !pinned) return pinned.error();
+      TC_TRY((*arena)->pin(device));
     }
     std::vector<std::unique_ptr<Chunk>> chunks;
     chunks.reserve(count);

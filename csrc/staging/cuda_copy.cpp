@@ -272,7 +272,7 @@ class CudaCopier final : public DeviceCopier {
     TC_ON_DEVICE(device);
     auto side = stream_of(device);
     if (!side) return side.error();
-    if (auto copied = copy_batch(batch, device, **side); !copied) return copied;
+    TC_TRY(copy_batch(batch, device, **side));
     auto event = free_event_of(**side);
     if (!event) return event.error();
     if (const cuda::Code code = cuda::event_record(*event, (*side)->stream);
