@@ -26,7 +26,6 @@ from tests.distributed.cases import (
     assert_only_used,
     dtensors,
     dtensors_2d,
-    failure_of,
     full_state,
     full_state_loaded,
     load,
@@ -58,21 +57,6 @@ def case_sharded_tensors_make_the_round_trip_with_stock_torch(launch: Launch) ->
         assert_full_tensors(loaded)
 
 
-def case_a_state_that_does_not_fit_on_one_rank_changes_no_rank(launch: Launch) -> None:
-    mesh = mesh_1d(launch)
-    path = launch.path()
-    save(dtensors(mesh), path)
-    loaded: StateDict = dict(zeroed(dtensors(mesh)))
-    if launch.rank == 1:
-        loaded["of rank 1 alone"] = torch.zeros(2)
-    causes = failure_of(launch, torch_ckpt.load, loaded, path)
-    assert list(causes) == [1]
-    assert "of rank 1 alone" in str(causes[1])
-    for value in loaded.values():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        assert not torch.count_nonzero(local)
-
-
 def case_an_fsdp_model_and_its_optimizer_make_the_round_trip(launch: Launch) -> None:
     for path, writer, reader in pairs(launch):
         model, optimizer = trained_model(launch, seed=1)
@@ -80,32 +64,6 @@ def case_an_fsdp_model_and_its_optimizer_make_the_round_trip(launch: Launch) -> 
         save({"model": parts[0], "optimizer": parts[1]}, path, writer)
         loaded = full_state_loaded(launch, path, partial(load, reader=reader))
         assert_equal(loaded, full_state(model, optimizer))
-
-
-class Counter:
-    """Stateful with a number and a tensor of it."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def state_dict(self) -> StateDict:
-        return {"value": self.value, "tensor": torch.full((3,), float(self.value))}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        assert state["tensor"].tolist() == [state["value"]] * 3
-        self.value = state["value"]
-
-
-def case_objects_and_stateful_values_make_the_round_trip(launch: Launch) -> None:
-    own = f"of rank {launch.rank}"
-    for path, writer, reader in pairs(launch):
-        save({"counter": Counter(7), "note": "for all", own: {"rank": launch.rank}}, path, writer)
-        counter = Counter(0)
-        loaded = {"counter": counter, "note": "", own: {"rank": -1}}
-        load(loaded, path, reader)
-        assert counter.value == 7
-        assert loaded["note"] == "for all"
-        assert loaded[own] == {"rank": launch.rank}
 
 
 def case_a_sharded_optimizer_state_is_loaded_before_the_optimizer_exists(launch: Launch) -> None:

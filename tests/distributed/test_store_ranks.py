@@ -6,28 +6,19 @@ import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.silent_ranks import (
     PATIENCE_SECONDS,
     TIMEOUT,
-    Silence,
-    falls_silent,
-    is_victim,
     join_group,
-    outcome_of,
-    outcomes_of,
     stop_here,
 )
 from tests.ranks import ranks
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.group import RankGroup
-
-SIZE = 4
 
 
 def run(connection: Connection, work: Callable[..., Any], *arguments: Any) -> None:
@@ -40,33 +31,6 @@ def run(connection: Connection, work: Callable[..., Any], *arguments: Any) -> No
     connecting.close()
     connection.send(work(connection, *arguments))
     connection.recv()
-
-
-def write(connection: Connection, silence: Silence) -> tuple[list[int], str, float] | None:
-    """Returns the outcome of a step in which a rank falls silent."""
-    ranks = Exchange.open(RankGroup.of(None), "save", TIMEOUT)
-
-    def local() -> tuple[None, None]:
-        if is_victim(silence):
-            falls_silent(connection, silence)()
-        return None, None
-
-    outcome = outcome_of(lambda: ranks.exchange("write", local, list, lambda part: None))
-    ranks.close()
-    return outcome
-
-
-@pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_a_silent_rank_is_named_on_all_ranks(tmp_path: Path, how: str) -> None:
-    silence = Silence(how, SIZE - 1)
-    with ranks(SIZE, run, write, silence) as group:
-        found = outcomes_of(group, tmp_path, silence).outcomes
-    assert len(found) == (SIZE if how == "stopped" else SIZE - 1)
-    for failed, text, _seconds in found.values():
-        assert failed == [silence.victim]
-        assert f"rank {silence.victim} sent no heartbeat for {TIMEOUT:g} s during 'write'" in text
-    assert len({text for _failed, text, _seconds in found.values()}) == 1
-    assert all(found[rank][2] > TIMEOUT for rank in range(silence.victim))
 
 
 def write_while_the_host_stops(connection: Connection) -> tuple[str, bool, float]:

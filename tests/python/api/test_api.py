@@ -178,19 +178,6 @@ def test_contradicting_options_are_an_error_of_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"thread_count": 0}, "thread_count must be at least 1"),
-        ({"max_host_bytes": 1}, "max_host_bytes must be at least 4096"),
-        ({"direct_io": "maybe"}, "direct_io must be True, False or \"auto\", got 'maybe'"),
-    ],
-)
-def test_an_option_out_of_range_is_refused_by_its_object(options: StateDict, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        torch_ckpt.WriteOptions(**options)
-
-
 @pytest.mark.parametrize("call", [torch_ckpt.save, torch_ckpt.async_save])
 @pytest.mark.parametrize(
     ("options", "instead"),

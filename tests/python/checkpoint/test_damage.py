@@ -230,16 +230,6 @@ def test_damage_is_loaded_without_verification(our_copy: Path, loader: Any) -> N
     assert different.sum() == 1
 
 
-def test_errors_of_a_load_can_be_pickled(our_copy: Path) -> None:
-    # They are sent to other ranks.
-    data_files(our_copy)[0].unlink()
-    cause = refusal(lambda: load(emptied(STATE), our_copy))
-    assert isinstance(cause, FileNotFoundError)
-    copy = pickle.loads(pickle.dumps(cause))
-    assert type(copy) is type(cause)
-    assert (copy.errno, copy.filename) == (cause.errno, cause.filename)
-
-
 # --- files that are not what they were -----------------------------------------------------------
 
 

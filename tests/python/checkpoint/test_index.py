@@ -119,27 +119,6 @@ def test_a_record_without_a_description_is_listed() -> None:
     assert index.undescribed_records() == [("lost", shard_of(None, info))]
 
 
-@pytest.mark.parametrize(
-    ("rows", "gap"),
-    [
-        ((0, 2, 3), None),
-        ((0, 3), None),
-        ((0, 1, 2), "no shard covers the element at [2, 0]"),
-        ((), "the tensor has no shards"),
-    ],
-)
-def test_a_tensor_that_its_shards_do_not_cover_is_named(
-    rows: tuple[int, ...], gap: str | None
-) -> None:
-    chunks = [
-        ChunkStorageMetadata(torch.Size([a, 0]), torch.Size([b - a, 4])) for a, b in pairwise(rows)
-    ]
-    properties = TensorProperties(dtype=torch.float32)
-    stored = TensorStorageMetadata(properties, torch.Size([3, 4]), chunks)
-    index = index_of(Metadata({"w": stored, "step": BytesStorageMetadata()}), "here")
-    assert index.uncovered() == ({} if gap is None else {"w": gap})
-
-
 def test_an_invalid_value_of_a_trusted_writer_is_refused() -> None:
     class Other:
         pass

@@ -21,11 +21,9 @@ from torch_ckpt.checkpoint import locating
 from torch_ckpt.checkpoint.folders import LocalFolder
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.marker import DELETED_NAME, MARKER_NAME, PINNED_NAME, step_name
-from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.inspection.diff import diff
 from torch_ckpt.inspection.listing import examine
 from torch_ckpt.inspection.show import show
-from torch_ckpt.loading.page_cache import RankReads, want_same_bytes
 from torch_ckpt.steps import LocalSteps
 from torch_ckpt.stores import open_store
 
@@ -170,18 +168,6 @@ def test_a_step_beneath_a_url_that_is_being_deleted_does_not_exist(tmp_path: Pat
     assert found(run.root) == "0000000003"
     with pytest.raises(FileNotFoundError, match="no such step; the newest step is 3"):
         open_checkpoint(f"{run.root}/40")
-
-
-def test_ranks_for_which_a_root_leads_to_different_steps_are_refused(run: Run) -> None:
-    ranks = []
-    for step in (41, 42):
-        run.save(step)
-        source = Source(run.root)
-        source.open()
-        source.close()
-        ranks.append(RankReads(resolved=source.resolved))
-    with pytest.raises(CheckpointError, match="a newer step was saved while the load started"):
-        want_same_bytes(ranks, None, run.root)
 
 
 def test_a_step_is_found_in_a_working_directory(

@@ -37,15 +37,6 @@ def is_open(path: Path) -> bool:
     return str(path) in opened
 
 
-@pytest.mark.parametrize("direct_io", ["auto", False])
-def test_a_file_has_the_bytes_of_its_pieces(tmp_path: Path, direct_io: bool | str) -> None:
-    with closing(OpenDirectory(tmp_path)) as directory:
-        bytes = 3 * PIECE_BYTES
-        write_new_file(directory, "file", pieces(3), bytes, direct_io=direct_io)
-    data = (tmp_path / "file").read_bytes()
-    assert (len(data), [*data[::PIECE_BYTES]]) == (bytes, [0, 1, 2])
-
-
 @pytest.mark.parametrize("operation", ["pwrite", "fsync"])
 def test_a_file_that_cannot_be_written_is_closed_while_the_error_is_handled(
     tmp_path: Path, operation: str

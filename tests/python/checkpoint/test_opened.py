@@ -150,8 +150,3 @@ def test_the_newest_step_of_a_root_and_a_safetensors_file_are_opened(tmp_path: P
     ]:
         with torch_ckpt.open(path) as checkpoint:
             assert (checkpoint.read("t") == expected).all()
-
-
-def test_a_missing_checkpoint_is_named_when_it_is_opened(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
-        torch_ckpt.open(tmp_path / "none")

@@ -257,12 +257,3 @@ def test_the_objects_have_the_bytes_of_a_local_conversion(
         local.objects,
         local.notes,
     )
-
-
-def test_file_systems_of_fsspec_are_converted(tmp_path: Path) -> None:
-    pytest.importorskip("fsspec")
-    url = f"memory://{tmp_path}/c"
-    torch_ckpt.save(TENSORS, url, no_dist=True)
-    torch_ckpt.convert(url, f"{url}.safetensors")
-    torch_ckpt.convert(f"{url}.safetensors", f"{url}/copy")
-    assert diff(url, f"{url}/copy").equal

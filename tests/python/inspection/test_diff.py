@@ -382,14 +382,6 @@ def test_damage_is_an_error_and_not_a_difference(tmp_path: Path) -> None:
         diff(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_tensor_with_a_gap_cannot_be_compared(tmp_path: Path) -> None:
-    tensor = torch.zeros(4, 3)
-    shards(tmp_path / "a", "t", tensor, [((0, 0), (2, 3)), ((3, 0), (1, 3))])
-    save({"t": tensor}, tmp_path / "b")
-    with pytest.raises(torch_ckpt.Corrupt, match=r"t: no shard covers the element at \[2, 0\]"):
-        diff(tmp_path / "a", tmp_path / "b")
-
-
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [

@@ -307,12 +307,3 @@ def test_no_object_outside_the_url_is_requested_for_a_name_in_a_weight_map(
 
 
 # --- other file systems --------------------------------------------------------------------------
-
-
-def test_file_systems_of_fsspec_are_inspected(tmp_path: Path) -> None:
-    pytest.importorskip("fsspec")
-    url = f"memory://{tmp_path}/c"
-    torch_ckpt.save(STATE, url, no_dist=True)
-    assert torch_ckpt.verify(url).ok
-    assert {item.name for item in examine(url).items} == set(STATE)
-    assert not any(tmp_path.iterdir())

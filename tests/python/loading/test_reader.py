@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from benchmarks.measure import bytes_read
 from tests.support import (
     DTYPES,
     assert_equal,
@@ -203,20 +202,3 @@ def test_a_target_of_a_subclass_is_filled(tmp_path: Path) -> None:
     target = torch.zeros(3, 2).as_subclass(Tagged)
     load({"weight": target}, tmp_path)
     assert_equal(target.as_subclass(torch.Tensor), f32(3, 2))
-
-
-@pytest.mark.parametrize("direct_io", [False, "auto"])
-def test_reading_a_quarter_of_the_rows_reads_a_quarter_of_the_bytes(
-    tmp_path: Path, direct_io: bool | str
-) -> None:
-    count, rows = 4, 2048
-    state = {f"t{i}": f32(rows, 1024, seed=i) for i in range(count)}  # 8 MiB each
-    save(state, tmp_path, sync_files=False)
-    targets = {name: torch.zeros(rows // 4, 1024) for name in state}
-    planner = Regions(dict.fromkeys(state, (rows // 2, 0)))
-    before = bytes_read()
-    load(targets, tmp_path, planner=planner, direct_io=direct_io)
-    cost = bytes_read() - before
-    wanted = sum(target.nbytes for target in targets.values())
-    assert wanted <= cost <= 1.05 * wanted
-    assert_equal(targets, {name: tensor[1024:1536] for name, tensor in state.items()})

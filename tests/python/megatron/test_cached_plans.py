@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-import torch_ckpt
 from tests.async_saves import (
     DecentralizedPlanner,
     assert_checkpoint,
@@ -181,21 +180,6 @@ def test_strides_may_change_although_the_plan_is_valid(tmp_path: Path, planner: 
     assert_checkpoint(tmp_path / "c", small_state(2))
 
 
-@for_each_planner
-def test_a_state_that_changes_before_the_plan_is_valid_is_planned_again(
-    tmp_path: Path, planner: Any
-) -> None:
-    site = Site(planner)
-    site.save(small_state(0), tmp_path / "c0")
-    more = small_state(1) | {"more": torch.ones(2)}
-    site.save(more, tmp_path / "c1")
-    assert not site.cached[2]
-    assert_checkpoint(tmp_path / "c1", more)
-    site.save(more, tmp_path / "c2")
-    assert site.cached[2]
-    assert_checkpoint(tmp_path / "c2", more)
-
-
 def test_two_valid_plans_for_two_paths_of_one_directory_use_different_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,12 +213,6 @@ def restarted(path: Path) -> Site:
     site.metadata = CachedMetadataFileSystemReader(path).read_metadata()
     site.loaded = site.metadata.all_local_plans  # type: ignore[attr-defined]
     return site
-
-
-def test_the_plans_of_all_ranks_are_in_the_metadata(tmp_path: Path) -> None:
-    Site(DecentralizedPlanner).save(state_of(), tmp_path / "c")
-    [plan] = torch_ckpt.FileSystemReader(tmp_path / "c").read_metadata().all_local_plans  # type: ignore[attr-defined]
-    assert {item.index.fqn for item in plan.items} >= {"model.weight", "optimizer.step"}
 
 
 def test_plans_and_metadata_of_a_loaded_checkpoint_are_reused(tmp_path: Path) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.async_calls import assert_saved, fail, is_empty, request, schedule, wait_for_end
-from tests.async_saves import planned, request_of, small_state
+from tests.async_calls import fail, is_empty, request, schedule, wait_for_end
 from tests.fault_hooks import calling
 from tests.forked import context
 from tests.gates import LIMIT, Gate, eventually
 from tests.ranks import on_forked_ranks
 from tests.support import cause_of
-from torch_ckpt.megatron import AsyncCallsQueue, AsyncRequest, FileSystemWriterAsync
+from torch_ckpt.megatron import AsyncCallsQueue, AsyncRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 
@@ -73,18 +72,6 @@ def test_functions_run_one_after_the_other(calls_queue: AsyncCallsQueue, gate: G
     gate.open()
     calls_queue.close()
     assert ran == [1, 2]
-
-
-def test_calls_are_numbered_and_finalized_in_order(calls_queue: AsyncCallsQueue) -> None:
-    done: list[str] = []
-    for number in range(3):
-        of_call = [lambda n=number, f=f: done.append(f"{n}{f}") for f in "ab"]
-        assert calls_queue.schedule_async_request(request(print, finalize=of_call)) == number
-    assert calls_queue.get_num_unfinalized_calls() == 3
-    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
-    assert calls_queue.get_num_unfinalized_calls() == 0
-    assert calls_queue.maybe_finalize_async_calls(blocking=True) == []
-    assert done == ["0a", "0b", "1a", "1b", "2a", "2b"]
 
 
 def test_a_single_rank_finalizes_at_the_first_poll_after_the_end(
@@ -266,11 +253,6 @@ def test_execute_sync_does_not_finalize_after_an_error(fields: Any) -> None:
     with pytest.raises(CheckpointException, match="refused"):
         made.execute_sync()
     assert done == []
-
-
-def test_execute_sync_saves_a_checkpoint(tmp_path: Path) -> None:
-    request_of(planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))).execute_sync()
-    assert_saved(tmp_path / "c")
 
 
 # --- timeouts ------------------------------------------------------------------------------------

@@ -85,11 +85,6 @@ def test_items_with_the_hint_are_in_separate_files(
     assert names_in(tmp_path / "d") == [f"__0_{n}.distcp" for n in range(len(files) // 2)]
 
 
-def test_a_hint_with_one_thread_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="thread_count >= 2"):
-        FileSystemWriterAsync(tmp_path, thread_count=1, separation_hint="optim")
-
-
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, DecentralizedPlanner])
 def test_a_single_file_and_its_metadata_are_identical_to_those_of_stock_torch(

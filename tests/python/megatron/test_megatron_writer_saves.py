@@ -29,7 +29,7 @@ from tests.async_saves import (
 )
 from tests.gates import Gate, eventually
 from tests.interposed import Order, Server
-from tests.support import cause_of, files_limited_to, save_with
+from tests.support import cause_of, files_limited_to
 from torch_ckpt.megatron import (
     AsyncCallsQueue,
     FileSystemWriterAsync,
@@ -183,8 +183,3 @@ def test_a_save_that_is_never_committed_leaves_no_file(tmp_path: Path) -> None:
     run()
     gc.collect()
     eventually(lambda: names_in(tmp_path / "c") == [])
-
-
-def test_dcp_save_accepts_the_writer(tmp_path: Path) -> None:
-    save_with(FileSystemWriterAsync(tmp_path / "c", thread_count=1), state_of())
-    assert_checkpoint(tmp_path / "c", state_of())

@@ -158,27 +158,6 @@ def test_what_a_stock_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
     ]
 
 
-def test_values_of_a_stock_checkpoint_replace_values_of_another_structure(tmp_path: Path) -> None:
-    saved = {"step": torch.tensor(3), "best": 0.5, "history": [torch.ones(2)], "losses": [1, 2]}
-    stock_save({"train_state": saved}, tmp_path)
-    history = [torch.zeros(2), torch.zeros(3)]
-    fresh = {"step": 0, "best": torch.zeros(2), "history": history, "losses": [torch.ones(1)]}
-    state: State = {"train_state": fresh}
-    replaced = r"^train_state\.best, train_state\.losses\.0: .*has replaced the tensor"
-    with pytest.warns(UserWarning, match=replaced):
-        restore(state, tmp_path)
-    assert_equal(state["train_state"], saved)
-    assert state["train_state"]["history"] is history
-
-
-def test_dicts_in_lists_and_keys_that_are_numbers_are_restored_from_stock(tmp_path: Path) -> None:
-    saved = {"history": {"runs": [{"loss": 0.5}, {"loss": 0.25}], 7: "seven"}}
-    stock_save(saved, tmp_path)
-    state: State = {"history": {"runs": [{"loss": 0.0}], 7: ""}}
-    restore(state, tmp_path)
-    assert state == saved
-
-
 # --- the way back --------------------------------------------------------------------------------
 
 
