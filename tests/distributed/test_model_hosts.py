@@ -143,24 +143,6 @@ def case_a_failed_assembly_leaves_no_directory(launch: Launch) -> None:
 
 
 @on(2)
-def case_a_sender_that_fails_is_named(launch: Launch) -> None:
-    columns = distribute_tensor(tensor_of("t", 100, 70), mesh_1d(launch), [Shard(1)])
-
-    def fail(*_arguments: Any) -> None:
-        raise OSError(101, "Network is unreachable")
-
-    with on_hosts(launch), ExitStack() as stack:
-        if launch.rank == 1:
-            stack.enter_context(mock.patch.object(streams.Connection, "send", fail))
-        errors = failure_of(launch, save, {"columns": columns}, launch.path("model"))
-    assert {rank: str(error) for rank, error in errors.items()} == {
-        1: "[Errno 101] Network is unreachable"
-    }
-    dist.barrier()
-    assert list(launch.path().glob(".model*")) == []
-
-
-@on(2)
 def case_the_error_of_a_rank_that_cannot_connect_names_the_addresses(launch: Launch) -> None:
     columns = distribute_tensor(tensor_of("t", 100, 70), mesh_1d(launch), [Shard(1)])
     unreachable = mock.patch.object(streams, "_addresses", return_value=["127.0.0.2"])

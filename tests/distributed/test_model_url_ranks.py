@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -125,15 +124,6 @@ def case_a_file_of_many_parts_is_assembled_within_the_memory_limit(launch: Launc
     assert contents(launch.path("url")) == contents(launch.path("local"))
 
 
-def case_a_background_save_stores_the_snapshot(launch: Launch) -> None:
-    state = {"t": distribute_tensor(tensor_of("t", 40, 41), mesh_1d(launch), [Shard(1)])}
-    handle = torch_ckpt.async_save(state, url_of(launch), format="safetensors")
-    state["t"].to_local().zero_()
-    handle.result(60)
-    found = safetensors.torch.load_file(launch.path("url", "model.safetensors"))
-    assert_equal(found, {"t": tensor_of("t", 40, 41)})
-
-
 def model(launch: Launch, name: str) -> StateDict:
     """Returns tensors for two files, one of which has parts of all ranks."""
     mesh = mesh_1d(launch)
@@ -237,20 +227,6 @@ def case_a_failed_upload_of_a_file_keeps_the_model(launch: Launch) -> None:
 def case_a_failed_commit_keeps_the_model(launch: Launch) -> None:
     cause = assert_keeps_the_model(launch, "swap", "index.json", rank=0)
     assert isinstance(cause, NotCommitted)
-
-
-def case_a_failed_first_save_leaves_no_object(launch: Launch) -> None:
-    denied = PermissionError(13, "request failed: denied", "url")
-    for method, name in (
-        ("put", "model"),
-        ("put_if_absent", "checksums"),
-        ("put_if_absent", "index.json"),
-    ):
-        with fails(launch, method, denied, 0, name):
-            failure_of(launch, save, model(launch, "x"), url_of(launch), max_shard_size=SHARD_BYTES)
-        dist.barrier()
-        assert contents(launch.path("url")) == {}
-        dist.barrier()
 
 
 def case_a_commit_with_an_unknown_outcome_deletes_nothing(launch: Launch) -> None:

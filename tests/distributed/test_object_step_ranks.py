@@ -39,7 +39,7 @@ from tests.distributed.silent_ranks import (
 )
 from tests.object_server import BUCKET, ObjectServer
 from tests.ranks import ranks
-from tests.support import assert_equal, save_step, start_step
+from tests.support import assert_equal, save_step
 from torch_ckpt import CheckpointManager, ReadOptions, WriteOptions
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.multihost import RanksDisagree
@@ -112,16 +112,6 @@ def counted() -> Iterator[list[int]]:
 
 
 # --- steps ---------------------------------------------------------------------------------------
-
-
-def case_sharded_tensors_make_the_round_trip(launch: Launch) -> None:
-    steps, mesh = steps_of(launch), mesh_1d(launch)
-    save(steps, 1, dtensors(mesh))
-    start_step(steps, 2, dtensors(mesh), no_dist=False).result(PATIENCE_SECONDS)
-    for step in (1, 2):
-        loaded = zeroed(dtensors(mesh))
-        steps.load(step, loaded)
-        assert_full_tensors(loaded)
 
 
 def case_shards_of_rows_are_loaded_as_columns_and_as_full_tensors(launch: Launch) -> None:
@@ -238,22 +228,6 @@ def case_ranks_that_save_at_different_roots_raise(launch: Launch) -> None:
     causes = failure_of(launch, lambda: save(steps, 1, {"t": torch.ones(3)}))
     assert "ranks save different checkpoints" in str(causes[0])
     assert objects_of(launch) == []
-
-
-def case_a_complete_step_is_replaced_by_all_ranks_only_on_request(launch: Launch) -> None:
-    steps, mesh = steps_of(launch), mesh_1d(launch)
-    save(steps, 1, zeroed(dtensors(mesh)))
-    before = objects_of(launch)
-    causes = failure_of(launch, lambda: save(steps, 1, dtensors(mesh)))
-    assert isinstance(causes[0], FileExistsError)
-    assert objects_of(launch) == before
-    save(steps, 1, dtensors(mesh), may_replace=True)
-    loaded = zeroed(dtensors(mesh))
-    steps.load(1, loaded)
-    assert_full_tensors(loaded)
-    named = {info.relative_path for info in steps.metadata(1).storage_data.values()}
-    data = {name.rpartition("/")[2] for name in objects_of(launch) if name.endswith(".distcp")}
-    assert data == named
 
 
 def case_a_manager_of_all_ranks_keeps_and_restores_steps_and_holds_the_lease(

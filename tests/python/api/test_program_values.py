@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import lr_scheduler
 
 import torch_ckpt
-from tests.support import assert_equal, cause_of, pairwise, stock_restore, stock_save
+from tests.support import assert_equal, cause_of, pairwise, stock_save
 from torch_ckpt import LoadMismatch, RNGState
 
 State = dict[str, Any]
@@ -118,18 +118,6 @@ def test_a_program_is_restored_into_a_fresh_one(
     assert load == "manager" or fresh["train"]["losses"] is nested
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_stock_torch_loads_the_model_and_optimizer_that_save_wrote(
-    tmp_path: Path, steps: int
-) -> None:
-    saved, fresh = program(steps), program(0)
-    torch_ckpt.save({k: saved[k] for k in ("model", "optimizer")}, tmp_path)
-    stock_restore(fresh["model"], fresh["optimizer"], tmp_path)
-    assert_equal(fresh["model"].state_dict(), saved["model"].state_dict())
-    if steps:
-        assert_equal(fresh["optimizer"].state_dict(), saved["optimizer"].state_dict())
-
-
 def test_a_tensor_learning_rate_is_restored_with_numbered_parameters(tmp_path: Path) -> None:
     saved, fresh = (program(n, lr=torch.tensor(r), foreach=False) for n, r in ((3, 0.5), (0, 0.0)))
     rate = fresh["optimizer"].param_groups[0]["lr"]
@@ -222,17 +210,6 @@ def test_random_number_generators_are_saved_per_rank(tmp_path: Path) -> None:
     torch_ckpt.load({"rng": RNGState()}, tmp_path)
     assert set(metadata.state_dict_metadata) == {"rng.rank0"}
     assert torch.equal(torch.rand(3), drawn)
-
-
-def test_before_checkpoint_of_a_nested_module_is_called(tmp_path: Path) -> None:
-    class Filling(nn.Linear):
-        def before_checkpoint(self) -> None:
-            nn.init.constant_(self.weight, 7)
-
-    fresh = nn.Linear(2, 2)
-    torch_ckpt.save({"model": nn.Sequential(Filling(2, 2))}, tmp_path)
-    torch_ckpt.load({"model": nn.Sequential(fresh)}, tmp_path)
-    assert_equal(fresh.weight.detach(), torch.full((2, 2), 7.0))
 
 
 def test_preflight_takes_a_module_on_the_meta_device(tmp_path: Path) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import resource
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,64 +136,6 @@ def test_repeated_saves_keep_no_descriptor_and_no_thread(tmp_path: Path) -> None
     assert late[0] <= early[0], (early, late)
     assert late[1] <= early[1], (early, late)
     assert late[2] <= early[2] + 4, (early, late)
-
-
-@contextmanager
-def files_below(size: int) -> Iterator[None]:
-    """Limits the size of files, as a quota does. Python ignores SIGXFSZ."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_save_that_exceeds_a_limit_keeps_the_step_before_and_the_next_save_works(
-    tmp_path: Path,
-) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"w": torch.ones(10)})
-        manager.wait_until_finished()
-        with files_below(1 << 20):
-            manager.save(2, {"w": torch.ones(1_000_000)})
-            with pytest.raises(Exception, match="too large"):
-                manager.wait_until_finished()
-        state = {"w": torch.zeros(10)}
-        assert manager.restore(state) == 1
-        manager.save(2, {"w": torch.full((10,), 2.0)})
-        manager.wait_until_finished()
-        assert manager.restore(state) == 2
-        assert_equal(state, {"w": torch.full((10,), 2.0)})
-    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name[0] != ".") == [
-        "0000000001",
-        "0000000002",
-    ]
-
-
-def test_a_background_save_has_the_values_of_its_call(tmp_path: Path) -> None:
-    model, optimizer = model_and_optimizer()
-    model(torch.ones(1, 8)).sum().backward()
-    gradient = model.weight.grad
-    assert gradient is not None
-    extra = {"list": [1, [2]], "dict": {"a": torch.ones(3)}, "tuple": (torch.ones(2), 1)}
-    state = {"m": model, "o": optimizer, "extra": extra, "gradient": gradient}
-    expected = copy.deepcopy((dict(model.state_dict()), extra, gradient))
-
-    saving = torch_ckpt.async_save(state, tmp_path / "a")
-    optimizer.step()
-    extra["list"][1].append(3)
-    extra["dict"]["a"].zero_()
-    extra["tuple"][0].zero_()
-    extra["new"] = 1
-    gradient.zero_()
-    saving.result()
-
-    other, _ = model_and_optimizer(0)
-    loaded: State = {"list": None, "dict": {"a": torch.zeros(3)}, "tuple": None}
-    target = {"m": other, "extra": loaded, "gradient": torch.zeros(8, 8)}
-    torch_ckpt.load(target, tmp_path / "a")
-    assert_equal((dict(other.state_dict()), loaded, target["gradient"]), expected)
 
 
 def test_a_tensor_mapped_from_a_safetensors_file_is_saved_over_that_file(tmp_path: Path) -> None:

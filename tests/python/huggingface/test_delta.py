@@ -263,17 +263,6 @@ def test_a_delta_of_more_files_than_a_process_may_open_is_made_and_applied(tmp_p
     assert_same_files(tmp_path / "made", version)
 
 
-def test_a_damaged_delta_is_refused(versions: tuple[Path, Path]) -> None:
-    delta = versions[1] / "torch_ckpt.delta"
-    contents = bytearray(delta.read_bytes())
-    contents[len(contents) // 3] ^= 1
-    delta.write_bytes(contents)
-    state = model()
-    with pytest.raises(torch_ckpt.Corrupt):
-        torch_ckpt.apply_delta(delta, state)
-    assert_equal(state, model())
-
-
 def test_a_missing_delta_is_reported_with_its_path(versions: tuple[Path, Path]) -> None:
     with pytest.raises(FileNotFoundError, match=r"0000000000/torch_ckpt\.delta"):
         torch_ckpt.apply_delta(versions[0], model())

@@ -18,8 +18,7 @@ import torch_ckpt
 from tests.object_server import BUCKET, Fault, ObjectServer, Request, Stored, s3_fault
 from tests.support import StateDict, assert_equal, cause_of, random_tensor
 from torch_ckpt import ReadOptions, Safetensors, WriteOptions
-from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
-from torch_ckpt.stores import ObjectStore
+from torch_ckpt.errors import CheckpointError, NotCommitted
 
 MIB = 1 << 20
 URL = f"s3://{BUCKET}/exports/final"
@@ -276,22 +275,6 @@ def test_a_lost_answer_to_a_request_is_no_failure(server: ObjectServer, tmp_path
     assert_stored(server, tmp_path / "model", state(2.0))
 
 
-def test_a_commit_with_an_unknown_outcome_deletes_nothing(
-    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create = ObjectStore.put_if_absent
-
-    def silent(store: ObjectStore, name: str, data: bytes) -> Any:
-        if name == INDEX:
-            raise TimeoutError(110, "create failed: no answer", store.url_of(name))
-        return create(store, name, data)
-
-    monkeypatch.setattr(ObjectStore, "put_if_absent", silent)
-    error = cause(server, state(), **SEVERAL)
-    assert isinstance(error, DurabilityUncertain)
-    assert any(name.startswith("model-0") for name in contents(server))
-
-
 def replace_meanwhile(server: ObjectServer, objects: dict[str, Stored]) -> None:
     """Makes other objects appear when the first upload of a save is complete."""
     replaced: list[Request] = []
@@ -414,24 +397,3 @@ def test_each_request_of_a_save_may_fail_once(server: ObjectServer, fault: Fault
         assert len(contents(server)) == 4
         at += 1
     assert at > 8
-
-
-def test_transformers_loads_the_objects(server: ObjectServer, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    config.save_pretrained(tmp_path / "config")
-    for name in ("first", "second"):
-        save(server, model.state_dict(), config=tmp_path / "config", max_shard_size=10_000)
-        (tmp_path / name).mkdir()
-        for file, data in contents(server).items():
-            (tmp_path / name / file).write_bytes(data)
-        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / name)
-        assert_equal(loaded.state_dict(), model.state_dict())

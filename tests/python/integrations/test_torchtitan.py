@@ -35,9 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-MODES = ["disabled", "async", "async_with_pinned_mem"]
-
-
 MADE: list[titan.Trainer] = []
 
 
@@ -76,16 +73,6 @@ def numbered(*steps: int) -> list[str]:
 def steps_in(folder: Path) -> list[str]:
     """Returns the names of the steps of both checkpointers."""
     return sorted(path.name for path in folder.iterdir() if path.name[:4] in ("0000", "step"))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, mode: str) -> None:
-    expected = trained(Stock, tmp_path / "stock").state()
-    trained(Ours, tmp_path / "ours", 6, async_mode=mode)
-    resumed = loaded(Ours, tmp_path / "ours", async_mode=mode)
-    assert resumed.step == 6
-    resumed.train()
-    assert_equal(resumed.state(), expected)
 
 
 def test_a_step_has_the_names_of_torchtitans_checkpoint_and_torchtitan_loads_it(

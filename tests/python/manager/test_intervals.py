@@ -275,24 +275,6 @@ def schedules(
     ]
 
 
-def test_all_ranks_save_at_the_steps_that_rank_0_chooses(any_store: dist.Store) -> None:
-    made = schedules(any_store, 3, timedelta(hours=1))
-    # Shift the clocks of ranks 0 and 1: only rank 0's counts.
-    made[0]._last_start -= 7200
-    made[1]._last_start -= 3600
-
-    def work(_rank: int, one: Schedule) -> list[int]:
-        found = []
-        for step in range(1, 40):
-            if saves(one, step, idle):
-                found.append(step)
-                one.save_started()
-        return found
-
-    assert in_threads(made, work) == [[1]] * 3
-    assert len({one.agreement.count for one in made}) == 1
-
-
 def test_ranks_that_are_busy_at_other_steps_follow_rank_0(store: dist.Store) -> None:
     made = schedules(store, 2, 2, skip_if_busy=True)
     steps = range(1, 9)

@@ -192,15 +192,6 @@ def test_a_non_strict_restore_reports_the_unchanged_names(make: Make) -> None:
     assert_equal(state["a"], {"x": torch.ones(2), "z": torch.zeros(2)})
 
 
-def test_a_part_of_the_state_can_be_restored(make: Make) -> None:
-    made = make()
-    train(made, [1, 2])
-    training = training_of(1)
-    assert made.restore(training.state, names=["model.*"]) == 2
-    assert_equal(training.model.state_dict(), training_of(2).model.state_dict())
-    assert training.state["epoch"] == 1
-
-
 def test_synchronous_saves_are_complete_when_save_returns(make: Make) -> None:
     made = make(saves=SaveOptions(async_saves=False))
     train(made, [1])

@@ -29,15 +29,6 @@ from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.steps import LocalSteps
 
 
-def test_steps_that_no_rule_keeps_are_deleted_in_the_background(make: Make) -> None:
-    events: list[Event] = []
-    made = make(keep=Retention(keep_last=2, keep_every=4), on_event=events.append)
-    train(made, range(1, 11))
-    finish(made)
-    assert made.all_steps() == [4, 8, 9, 10]
-    assert [event.step for event in events if event.kind == "deleted"] == [1, 2, 3, 5, 6, 7]
-
-
 def test_the_best_steps_stay(make: Make) -> None:
     made = make(keep=Retention(keep_best=2, best_metric="loss"))
     training = Training()

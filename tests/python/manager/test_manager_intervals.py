@@ -6,7 +6,6 @@ import itertools
 import math
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -54,32 +53,6 @@ def test_steps_are_saved_by_the_interval_by_choice_and_by_force(make: Make) -> N
     assert restored(made) == 8
 
 
-@pytest.mark.parametrize(
-    ("interval", "steps", "saves"),
-    [
-        # The second step begins a block, whose length depends on the time between the two steps.
-        (timedelta(microseconds=1), [1, 2], [1, 2]),
-        (timedelta(days=9), [1, 2], []),
-        (lambda step: step in (2, 5), range(1, 8), [2, 5]),
-    ],
-    ids=["a short time", "a long time", "a function of the step"],
-)
-def test_an_interval_is_a_time_or_a_function(
-    make: Make, interval: Any, steps: Any, saves: list[int]
-) -> None:
-    assert train(make(interval=interval), steps) == saves
-
-
-def test_time_based_saves_continue_after_a_rewind(make: Make) -> None:
-    made, training = make(interval=timedelta(microseconds=1)), Training()
-    assert len(train(made, range(1, 200), training)) > 2
-    first, last = made.all_steps()[0], made.all_steps()[-1]
-    with pytest.warns(UserWarning, match=LATER):
-        made.restore(training.state, first)
-    # Blocks must start again. Otherwise no block would start before training passes the old steps.
-    assert train(made, range(first + 1, last), training)
-
-
 def test_auto_saves_at_once_then_by_cost(make: Make, tmp_path: Path, held_commits: Gate) -> None:
     seldom, training = make(tmp_path / "seldom", interval="auto"), Training()
     # The next steps do not wait for the first save.
@@ -125,18 +98,6 @@ def test_a_save_waits_for_the_running_one(make: Make, held_commits: Gate) -> Non
         assert train(made, [2], training) == [2]
     made.wait_until_finished()
     assert made.all_steps() == [1, 2]
-
-
-def test_a_save_is_skipped_while_another_is_running(make: Make, held_commits: Gate) -> None:
-    made, training = make(saves=SaveOptions(if_busy="skip", save_on_steps=[5])), Training()
-    assert train(made, [1, 2, 3], training) == [1]
-    assert made.is_saving
-    held_commits.open()
-    made.wait_until_finished()
-    assert not made.is_saving
-    assert train(made, [4], training) == [4]
-    made.wait_until_finished()
-    assert made.all_steps() == [1, 4]
 
 
 def test_after_a_timeout_of_a_wait_the_save_continues(make: Make, held_commits: Gate) -> None:

@@ -178,17 +178,6 @@ def saved(make: Make) -> CheckpointManager:
     return made
 
 
-def test_several_damaged_steps_are_skipped(make: Make, root: Path) -> None:
-    made = make()
-    train(made, range(1, 5))
-    made.wait_until_finished()
-    for step in (2, 3, 4):
-        damage(root, step)
-    with pytest.warns(UserWarning, match=PASSED) as caught:
-        assert restored(made) == 1
-    assert len(caught) == 3
-
-
 def test_a_requested_step_that_is_damaged_is_an_error(make: Make, root: Path) -> None:
     made = saved(make)
     damage(root, 2)

@@ -17,7 +17,6 @@ import torch_ckpt
 from tests.background_saves import (
     assert_checkpoint,
     copied,
-    everything,
     large,
     pool_bytes,
     step,
@@ -110,21 +109,6 @@ def test_a_failed_save_does_not_block_a_step(
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("empty_pool")
-@pytest.mark.parametrize("budget", [4096, CHUNK_BYTES // 2, 2 * CHUNK_BYTES + 1])
-def test_a_state_above_the_budget_is_staged_in_waves(tmp_path: Path, budget: int) -> None:
-    chunks = 5 if budget > CHUNK_BYTES else 1
-    state = {"a": large(1, chunks), "b": large(2, chunks), "more": everything()}
-    handle = torch_ckpt.async_save(
-        state, tmp_path / "c", options=torch_ckpt.WriteOptions(max_host_bytes=budget)
-    )
-    # Staged data that is not yet written is in memory.
-    assert handle.progress().bytes_done >= handle.metrics().bytes - budget
-    handle.result()
-    assert pool_bytes() <= budget
-    assert_checkpoint(tmp_path / "c", state)
 
 
 @pytest.mark.usefixtures("empty_pool")

@@ -56,16 +56,6 @@ def make(reserve: Reserve, chunks: int, wait: bool = True) -> int:
 
 
 @pytest.mark.parametrize(
-    ("requested", "reserved"), [((0,), 0), ((2, 5.5), 6), ((5, 2), 5)], ids=["none", "more", "less"]
-)
-def test_only_the_missing_bytes_are_reserved_in_whole_chunks(
-    requested: tuple[float, ...], reserved: int
-) -> None:
-    made = [torch_ckpt.reserve_pool(int(chunks * CHUNK_BYTES)) for chunks in requested]
-    assert made[-1] == _core.pool_bytes() == reserved * CHUNK_BYTES
-
-
-@pytest.mark.parametrize(
     ("amount", "device", "error", "text"),
     [
         (-1, None, ValueError, "must not be negative, got -1"),
@@ -162,16 +152,6 @@ def test_memory_used_by_others_in_the_meantime_is_noticed() -> None:
     found = iter([200 * CHUNK_BYTES, 200 * CHUNK_BYTES, 4 * CHUNK_BYTES])
     reserve = Reserve(lambda: next(found) - _core.pool_bytes(), CHUNK_BYTES)
     assert make(reserve, 50) == 2 * CHUNK_BYTES
-
-
-def test_memory_that_the_system_does_not_have_is_an_error() -> None:
-    with (
-        failing("mmap", errno.ENOMEM),
-        pytest.raises(OSError, match="Cannot allocate memory") as raised,
-    ):
-        torch_ckpt.reserve_pool(100 * CHUNK_BYTES)
-    assert raised.value.errno == errno.ENOMEM
-    assert _core.reserve_bytes() == _core.reserved_bytes() == _core.pool_bytes()
 
 
 # --- trimming ------------------------------------------------------------------------------------
@@ -272,20 +252,6 @@ def test_the_interpreter_can_exit_during_a_reservation() -> None:
 
 
 # --- forks ---------------------------------------------------------------------------------------
-
-
-def test_a_forked_child_has_no_reservation_and_makes_its_own(tmp_path: Path) -> None:
-    torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
-
-    def work() -> None:
-        at_start = (_core.reserve_bytes(), _core.reserved_bytes(), _core.pool_bytes())
-        made = torch_ckpt.reserve_pool(4 * CHUNK_BYTES)
-        saved(tmp_path / "c", max_host_bytes=CHUNK_BYTES)
-        assert at_start == (0, 0, 0)
-        assert made == _core.pool_bytes() == 4 * CHUNK_BYTES
-
-    in_fork(work)
-    assert _core.pool_bytes() == 5 * CHUNK_BYTES
 
 
 def test_a_child_forked_during_a_reservation_does_not_wait(gate: Gate) -> None:

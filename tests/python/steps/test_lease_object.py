@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import torch_ckpt
-from tests.forked import in_fork
 from tests.object_server import BUCKET, Fault, ObjectServer, Request
 from tests.object_steps import PATIENCE, put, read, save, state_of
 from torch_ckpt import CheckpointManager, RootInUse, _core
@@ -215,18 +214,5 @@ def test_a_lease_is_kept_over_a_renewal_that_fails(s3_steps: ObjectSteps, s3: Ob
     lease.take()
     s3.fault = fail_once
     assert renewed.wait(PATIENCE)
-    lease.require()
-    lease.release()
-
-
-def test_a_forked_child_has_no_lease(steps: ObjectSteps) -> None:
-    lease = RootLease(steps.lease_store())
-    lease.take()
-
-    def ask() -> None:
-        with pytest.raises(RootInUse):
-            lease.require()
-
-    in_fork(ask)
     lease.require()
     lease.release()

@@ -28,7 +28,7 @@ from tests.object_steps import (
     save,
     state_of,
 )
-from tests.support import assert_equal, cause_of, random_tensor, save_step, start_step
+from tests.support import assert_equal, cause_of, save_step, start_step
 from torch_ckpt import ReadOptions, WriteOptions
 from torch_ckpt.checkpoint.marker import DELETED_NAME, LAST_SAVED_NAME
 from torch_ckpt.steps import MARKER_NAME, MOST_MARKER_BYTES, open_steps
@@ -49,26 +49,6 @@ def test_a_step_makes_the_round_trip(steps: ObjectSteps, is_in_background: bool)
     assert_equal(loaded(steps, 7, planner=dcp.DefaultLoadPlanner()), state_of(4))
     report = steps.verify(7)
     assert (report.ok, report.unreferenced) == (True, [])
-
-
-def test_a_step_written_by_stock_torch_is_loaded(steps: ObjectSteps, tmp_path: Path) -> None:
-    state = {"large": random_tensor((400, 500), torch.float32), "note": "stock"}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
-    for file in (tmp_path / "stock").iterdir():
-        put(steps, f"0000000005/{file.name}", file.read_bytes())
-    put(steps, f"0000000005/{MARKER_NAME}", b"")
-    target = {"large": torch.zeros(400, 500), "note": ""}
-    steps.load(5, target, no_dist=True)
-    assert_equal(target, state)
-
-
-def test_stock_torch_loads_the_objects_of_a_step(steps: ObjectSteps, tmp_path: Path) -> None:
-    save(steps, 100, {"t": torch.arange(5)})
-    for name in names_of(steps):
-        (tmp_path / name.partition("/")[2]).write_bytes(read(steps, name))
-    target = {"t": torch.zeros(5, dtype=torch.int64)}
-    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
-    assert target["t"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_entries_have_the_content_of_the_marker(steps: ObjectSteps) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fault_hooks import at_fault_points, before
 from tests.local_steps import ATTEMPT, listed, names, saved, state, unfinished, value_of
-from tests.support import assert_equal, data_files
+from tests.support import assert_equal
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.steps import MARKER_NAME, PINNED_NAME, LocalSteps, StepInfo, open_steps
 
@@ -148,16 +148,6 @@ def test_a_listing_has_the_later_step_of_a_run_that_deletes_the_listed_one(
     assert listed(store) == [(2, "complete")]
 
 
-def test_a_step_is_deleted_with_all_its_files(store: LocalSteps) -> None:
-    assert store.delete(2), "a missing step is no error"
-    saved(store, 1)
-    path = saved(store, 2)
-    (path / "something else").touch()
-    for _ in range(2):
-        assert store.delete(2)
-        assert names(store) == ["0000000001"]
-
-
 def test_nothing_is_deleted_from_an_exchanged_root(store: LocalSteps, tmp_path: Path) -> None:
     saved(store, 2)
     os.rename(store.root, tmp_path / "away")
@@ -205,25 +195,6 @@ def test_a_load_keeps_its_step_until_it_has_ended(store: LocalSteps) -> None:
 
 
 # --- 6: the sweep --------------------------------------------------------------------------------
-
-
-def test_the_sweep_removes_leftovers_and_spares_the_saves_of_its_run(store: LocalSteps) -> None:
-    saved(store, 1)
-    left = unfinished(store, 2)
-    assert store.sweep(attempt="ffffffff") == []
-    assert store.sweep(attempt=ATTEMPT) == [left.name]
-    assert names(store) == ["0000000001"]
-
-
-def test_the_sweep_completes_a_replacement_that_had_renamed_the_old_step(store: LocalSteps) -> None:
-    left = unfinished(store, 2, marker='{"metrics": {"loss": 0.25}}')
-    saved(store, 2, 1.0)
-    os.rename(store.path_of(2), Path(store.root, DELETED))
-    assert store.sweep() == [DELETED]
-    assert not left.exists()
-    [info] = store.entries()
-    assert (info.step, info.complete, info.metrics) == (2, True, {"loss": 0.25})
-    assert value_of(Path(info.path)) == 7.0
 
 
 def test_the_sweep_spares_a_complete_directory_in_use(store: LocalSteps) -> None:
@@ -290,14 +261,6 @@ def test_an_incomplete_step_cannot_be_pinned(store: LocalSteps) -> None:
         with pytest.raises(FileNotFoundError, match=f"step {step} cannot be pinned"):
             store.set_pinned(step, True)
     assert not (path / PINNED_NAME).exists()
-
-
-def test_verify_passes_until_the_step_is_damaged(store: LocalSteps) -> None:
-    path = saved(store, 2)
-    assert store.verify(2).ok
-    [file] = data_files(path)[:1]
-    file.write_bytes(file.read_bytes()[:-1])
-    assert not store.verify(2).ok
 
 
 def test_a_root_may_be_a_url_or_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

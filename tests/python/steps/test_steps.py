@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.fault_hooks import at_fault_points, before, failing
 from tests.local_steps import ATTEMPT, failure, listed, names, saved, state, unfinished, value_of
 from tests.support import assert_equal, cause_of, save_step, stock_load
-from torch_ckpt import WriteOptions, _core
+from torch_ckpt import WriteOptions
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.marker import read_marker
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.options import DEFAULT_OPTIONS
-from torch_ckpt.saving.target import DirectoryTarget
 from torch_ckpt.steps import LARGEST_STEP, MARKER_NAME, LocalSteps, StepInfo
 
 
@@ -95,23 +94,6 @@ def test_without_syncing_nothing_is_fsynced(store: LocalSteps) -> None:
         assert value_of(saved(store, 5, 2.0, WriteOptions(sync_files=False))) == 2.0
     assert "rename" in calls
     assert not {"fsync", "fsync_directory"} & set(calls)
-
-
-@pytest.mark.parametrize(
-    ("step", "error", "text"),
-    [
-        *((step, TypeError, "step must be an int") for step in ("5", 5.0, None)),
-        *(
-            (step, ValueError, f"step must be between 0 and 9999999999, got {step}")
-            for step in (-1, LARGEST_STEP + 1)
-        ),
-    ],
-)
-def test_a_step_must_be_an_integer_of_ten_digits(
-    store: LocalSteps, step: Any, error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        store.target(step, DEFAULT_OPTIONS, attempt=ATTEMPT)
 
 
 @pytest.mark.parametrize("step", [0, LARGEST_STEP])
@@ -332,14 +314,3 @@ def test_a_file_system_of_unknown_free_space_is_tried(ram_disk: Path) -> None:
     store = LocalSteps(ram_disk / "run")
     saved(store, 3)
     assert listed(store) == [(3, "complete")]
-
-
-def test_files_that_rank_0_does_not_see_fail_the_save(tmp_path: Path) -> None:
-    store = LocalSteps(tmp_path, patience=0.0)
-    target = store.target(3, DEFAULT_OPTIONS, attempt=ATTEMPT)
-    assert isinstance(target, DirectoryTarget)
-    target.open(0, 1)
-    with pytest.raises(NotCommitted, match="rank 0 does not see files"):
-        target.publish(_core.EncodedMetadata(b""), {"__1_0.distcp"})
-    target.discard()
-    assert [info.complete for info in store.entries()] in ([], [False])

@@ -116,25 +116,6 @@ def test_a_root_of_a_manager_that_is_copied_to_a_url_is_continued_there(tmp_path
         assert manager.restore(blank()) == 40
 
 
-def test_a_load_of_mixed_runs_takes_the_newest_step_of_the_highest_epoch_and_warns(
-    tmp_path: Path,
-) -> None:
-    for steps in ((10, 20), (15,)):
-        with CheckpointManager(tmp_path, preemption=None) as manager:
-            if steps == (15,):
-                with pytest.warns(UserWarning, match="later steps"):
-                    manager.restore(blank(), 10)
-            for step in steps:
-                manager.save(step, state_of(step))
-    state = blank()
-    with pytest.warns(UserWarning, match="the steps of several runs are mixed"):
-        assert load_checkpoint_if_it_exists(tmp_path, state) == 15
-    assert_equal(state, state_of(15))
-    # The next step belongs to the newer run.
-    save_checkpoint(tmp_path, 18, state)
-    assert [info.epoch for info in open_steps(tmp_path).entries()] == [1, 2, 2, 1]
-
-
 def test_a_complete_step_is_replaced_only_with_overwrite(directory: str) -> None:
     save_checkpoint(directory, 1, state_of(1))
     with pytest.raises(FileExistsError, match="already exists and is complete"):
@@ -255,23 +236,6 @@ def test_a_fresh_optimizer_gets_its_state(directory: str, save: Any, load: Any) 
     save(directory, 1, saved)
     assert load(directory, fresh) == 1
     assert_equal(plain(fresh), plain(saved))
-
-
-def nested(seed: int) -> dict[str, Any]:
-    layers = [{"w": random_tensor((2, 3), torch.float32, seed + i), "i": i} for i in range(2)]
-    optimizer = trained(seed)["optimizer"].state_dict()
-    return {
-        "net": {"layers": layers, "name": f"net {seed}", 3: None},
-        "lr": seed / 7,
-        "optimizer": optimizer,
-    }
-
-
-def test_nested_dicts_make_the_round_trip(directory: str) -> None:
-    save_checkpoint(directory, 1, nested(1))
-    state = nested(10)
-    load_checkpoint_if_it_exists(directory, state)
-    assert_equal(state, nested(1))
 
 
 def test_the_state_dict_of_an_optimizer_without_state_is_refused(directory: str) -> None:
