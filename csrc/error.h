@@ -137,8 +137,13 @@ Error format_error(Errc code, std::string detail, std::uint64_t offset = Error::
 /// be allocated.
 Error exception_error(const std::exception_ptr& exception, std::string_view operation) noexcept;
 
+/// A value or an Error. The compiler refuses code that drops a result, because an error would be
+/// lost. Write `std::ignore = f();` with the reason if the error does not matter.
 template <class T = void>
-using Result = boost::system::result<T, Error>;
+class [[nodiscard]] Result : public boost::system::result<T, Error> {
+ public:
+  using boost::system::result<T, Error>::result;
+};
 
 /// Evaluates an expression of type Result. If it is an error, returns the error from the function.
 #define TC_TRY(...) \
