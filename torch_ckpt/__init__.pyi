@@ -23,10 +23,10 @@ from torch_ckpt.inspection.verify import verify as verify
 from torch_ckpt.loading.reader import FileSystemReader as FileSystemReader
 from torch_ckpt.loading.report import LoadReport as LoadReport
 from torch_ckpt.manager import CheckpointManager as CheckpointManager
+from torch_ckpt.manager.exports import Export as Export
 from torch_ckpt.options import Background as Background
 from torch_ckpt.options import ReadOptions as ReadOptions
 from torch_ckpt.options import WriteOptions as WriteOptions
-from torch_ckpt.publication.export import Export as Export
 from torch_ckpt.publication.publish import publish as publish
 from torch_ckpt.saving.handle import AsyncSave as AsyncSave
 from torch_ckpt.saving.handle import check_for_errors as check_for_errors

@@ -1,13 +1,16 @@
-"""The events of a checkpoint manager, and a receiver that records them in TensorBoard."""
+"""The events of a checkpoint manager, the reports of them, and a receiver for TensorBoard."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.metrics import SaveMetrics
 
 
@@ -115,3 +118,62 @@ class TensorBoard:
                 self._writer.add_scalar(f"checkpoint/{name}", value, event.step)
             if self._is_own:
                 self._writer.flush()
+
+
+_LEVELS = {
+    "saving": logging.DEBUG,
+    **dict.fromkeys(("save_failed", "damaged", "differing_replicas", "leftovers"), logging.WARNING),
+}
+
+
+class Reporters:
+    """Reports events. Several threads may use it concurrently.
+
+    Args:
+        rank: the rank of this process. Only rank 0 writes to the log.
+        on_event: called on every rank with each event. If it raises, the exception is logged.
+    """
+
+    def __init__(self, rank: int, on_event: Callable[[Event], None] | None) -> None:
+        self._rank = rank
+        self._on_event = on_event
+
+    def __call__(self, event: Event) -> None:
+        # All ranks log failures, because a rank's own error may not be reported anywhere else.
+        if self._rank == 0 or event.kind == "save_failed":
+            _log(event)
+        try:
+            if self._on_event is not None:
+                self._on_event(event)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            # Do not raise: the save or load itself has not failed.
+            LOGGER.exception("could not report the event %s", event.kind)
+
+
+def _log(event: Event) -> None:
+    extra: dict[str, Any] = {"event": event}
+    if event.metrics is not None:
+        extra["metrics"] = asdict(event.metrics)
+    level = _LEVELS.get(event.kind, logging.INFO)
+    message = event.message
+    if event.kind == "restored" and _shows_restore():
+        level, message = logging.WARNING, f"torch_ckpt: {message}"
+    LOGGER.log(level, "%s", message, extra=extra)
+
+
+_is_restore_shown = False
+
+
+def _shows_restore() -> bool:
+    """Returns True once per process, if no logging handler is configured.
+
+    Without a handler, Python prints only warnings. The first restore is reported as a warning,
+    because a run that has started from scratch by mistake otherwise looks normal for hours.
+    """
+    global _is_restore_shown
+    if _is_restore_shown or LOGGER.hasHandlers():
+        return False
+    _is_restore_shown = True
+    return True

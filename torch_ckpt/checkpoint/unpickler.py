@@ -26,8 +26,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.checkpoint.safe_tensors import rebuild_declared, rebuild_from_type, shown
-from torch_ckpt.checkpoint.safe_types import copied_by, has_state, maker_of, named, set_state
+from torch_ckpt.checkpoint.safe_types import (
+    copied_by,
+    has_state,
+    maker_of,
+    named,
+    rebuild_declared,
+    rebuild_from_type,
+    set_state,
+    shown,
+)
 from torch_ckpt.checkpoint.safe_values import EMPTY, as_key, untyped_torch
 from torch_ckpt.errors import Unsafe
 

@@ -11,9 +11,11 @@ A target appears only when it is complete. The values are read a few at a time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
+import struct
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +41,6 @@ from torch_ckpt.checkpoint.tensor_bytes import as_bytes, host_pieces
 from torch_ckpt.conversion.input import Entry, Input
 from torch_ckpt.huggingface.model_target import Safetensors
 from torch_ckpt.huggingface.object_model import model_target
-from torch_ckpt.huggingface.part_sums import PartSums
 from torch_ckpt.options import WriteOptions
 from torch_ckpt.saving.agreed_plan import AgreedPlan
 from torch_ckpt.saving.object_target import checkpoint_target
@@ -306,3 +307,52 @@ def write_dcp(source: Input, target: Output) -> list[str]:
         raise
     written_to.discard()
     return [path]
+
+
+# --- checksums ------------------------------------------------------------------------------------
+
+
+# Limits of the size of a block, and the number of blocks above which a larger size is chosen, as in
+# csrc/format/checksum_table.cpp.
+_LEAST_BLOCK, _LARGEST_BLOCK, _BLOCKS = 16 << 10, 1 << 20, 1024
+
+
+class PartSums:
+    """The checksums of complete tensors in one file, as the engine sends them to the coordinator of
+    a save (csrc/format/part_sums.h)."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def add(self, begin: int, data: torch.Tensor) -> None:
+        """Adds a tensor.
+
+        Args:
+            begin: offset of the tensor's data in the file.
+            data: the bytes of the tensor.
+        """
+        count = data.numel()
+        if count == 0:  # An empty tensor has no checksums.
+            return
+        block = _LEAST_BLOCK
+        while block < _LARGEST_BLOCK and count > block * _BLOCKS:
+            block *= 2
+        shares = array("I")
+        # Each piece but the last consists of complete blocks.
+        for piece in host_pieces(data):
+            for at in range(0, len(piece), block):
+                part = piece[at : at + block]
+                # The share of a rank that has the complete block (csrc/format/partial_crc.h).
+                shares.append(_core.crc32(part) ^ _crc_of_zeros(len(part)))
+        head = struct.pack("<QQQQI", begin, count, count, 0, len(shares))
+        self._parts.append(head + shares.tobytes())
+
+    def encode(self) -> bytes:
+        """Returns the encoded checksums of the file."""
+        body = struct.pack("<I", len(self._parts)) + b"".join(self._parts)
+        return body + struct.pack("<I", _core.crc32(body))
+
+
+@functools.lru_cache(maxsize=64)
+def _crc_of_zeros(count: int) -> int:
+    return _core.crc32(bytes(count))

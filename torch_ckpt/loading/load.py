@@ -43,7 +43,6 @@ from torch_ckpt.checkpoint.reading import Reading
 from torch_ckpt.checkpoint.shared_directory import PAUSE_SECONDS, STALE_SECONDS
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.errors import LoadMismatch
-from torch_ckpt.loading.by_planner import load_by_dcp
 from torch_ckpt.loading.match import (
     Chosen,
     Match,
@@ -54,6 +53,7 @@ from torch_ckpt.loading.match import (
     torchs_words,
 )
 from torch_ckpt.loading.page_cache import DifferentSaves, RankReads, want_same_bytes
+from torch_ckpt.loading.reader import load_by_dcp
 from torch_ckpt.loading.renaming import Rename, new_names, rename_in, suggested_rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
 from torch_ckpt.loading.shared_reads import open_once, read_once

@@ -35,12 +35,12 @@ from torch_ckpt._base.progress import stderr_is_terminal
 from torch_ckpt._base.system import absolute
 from torch_ckpt.checkpoint.lineage import by_lineage, newest_of
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.events import Event
+from torch_ckpt.events import Event, Reporters
 from torch_ckpt.inspection.verify import VerifyReport
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.deletions import Deletions
-from torch_ckpt.manager.exports import Exports
+from torch_ckpt.manager.exports import Export, Exports
 from torch_ckpt.manager.live_tensors import live_tensors
 from torch_ckpt.manager.local_tier import CLOSE_SECONDS, Tier
 from torch_ckpt.manager.policies import (
@@ -53,14 +53,12 @@ from torch_ckpt.manager.policies import (
     require_policies,
 )
 from torch_ckpt.manager.preemption_notice import PreemptionNotice
-from torch_ckpt.manager.reporters import Reporters
 from torch_ckpt.manager.restoring import Restorer
 from torch_ckpt.manager.run_context import RunContext, agree_on_attempt, new_attempt
 from torch_ckpt.manager.saver import Saver
 from torch_ckpt.manager.schedule import Schedule
 from torch_ckpt.manager.timeline import Timeline
 from torch_ckpt.options import DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
-from torch_ckpt.publication.export import Export
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS, group_for
 from torch_ckpt.saving import host_memory
 from torch_ckpt.state.states import BeforeSave, require_state

@@ -237,7 +237,7 @@ def test_a_failed_on_commit_may_be_logged(tmp_path: Path, caplog: pytest.LogCapt
 def test_each_save_and_restore_is_one_info_record_with_its_event(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_ckpt.manager.reporters._is_restore_shown", False)
+    monkeypatch.setattr("torch_ckpt.events._is_restore_shown", False)
     caplog.set_level(logging.INFO, "torch_ckpt")
     with manager_of(tmp_path) as made:
         for step in (1, 2):
@@ -279,7 +279,7 @@ def test_the_first_restore_is_shown_unless_logging_is_configured(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch_ckpt.manager.reporters._is_restore_shown", False)
+    monkeypatch.setattr("torch_ckpt.events._is_restore_shown", False)
     with manager_of(tmp_path) as made:
         for step in (1, 2, 3):
             made.save(step, state_of(step))
