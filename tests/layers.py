@@ -23,7 +23,8 @@ BEGIN, END = "<!-- layers: begin -->", "<!-- layers: end -->"
 #: "" is torch_ckpt itself, which has the public names.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("", "__main__", "integrations"),
-    ("cli", "manager", "training"),
+    ("cli", "training"),
+    ("manager",),
     ("api", "conversion", "nvrx", "publication"),
     ("huggingface", "megatron", "multihost", "steps"),
     ("loading", "saving"),

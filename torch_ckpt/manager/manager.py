@@ -37,6 +37,7 @@ from torch_ckpt.checkpoint.lineage import by_lineage, newest_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event, Reporters
 from torch_ckpt.inspection.verify import VerifyReport
+from torch_ckpt.loading.load import LoadArguments
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.deletions import Deletions
@@ -68,7 +69,7 @@ from torch_ckpt.steps.root_lease import RootLease
 from torch_ckpt.steps.tier import LocalTier, TieredSteps
 
 if TYPE_CHECKING:
-    from typing_extensions import Never  # in typing since Python 3.11
+    from typing_extensions import Never, Unpack  # in typing since Python 3.11
 
 State = dict[str, Any]
 
@@ -605,10 +606,8 @@ class CheckpointManager:
         state: State,
         step: int | None,
         *,
-        names: Names = None,
-        strict: bool = True,
-        rename: Rename = None,
         state_of: Callable[[int], State] | None = None,
+        **arguments: Unpack[LoadArguments],
     ) -> int | None:
         """Restores a step.
 
@@ -622,9 +621,7 @@ class CheckpointManager:
         if step is not None:
             step = int(step_name(step))
         self._saver.wait()
-        restored = self._restorer.restore(
-            state, step, names=names, strict=strict, rename=rename, state_of=state_of
-        )
+        restored = self._restorer.restore(state, step, state_of=state_of, **arguments)
         self._timeline.restored(restored, is_chosen=step is not None)
         if restored is None:
             return None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -27,8 +27,7 @@ from torch_ckpt.checkpoint.opened import Checkpoint
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
 from torch_ckpt.loading.load import LoadArguments
-from torch_ckpt.loading.renaming import Rename
-from torch_ckpt.loading.report import LoadReport, Names
+from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.local_tier import Tier
 from torch_ckpt.manager.run_context import RunContext
@@ -39,6 +38,9 @@ from torch_ckpt.state.states import require_state
 from torch_ckpt.steps import MARKER_NAME, StepInfo, step_name
 from torch_ckpt.steps.local_copy import LocalCopy, saves_on_disks
 from torch_ckpt.steps.tier import Choice, TieredSteps, choose
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since Python 3.11
 
 #: Seconds between attempts to load a step that rank 0 sees and other ranks do not. Network file
 #: systems may cache the absence of a file for a minute.
@@ -55,6 +57,7 @@ class _Candidates(NamedTuple):
     Attributes:
         steps: the steps to try, in order.
         unmarked: the paths of the directories that lack only the marker.
+        leftovers: the paths of the other incomplete steps.
         mixture: describes the runs whose steps are mixed; empty if there are none.
         choices: the copies on the hosts' own disks, by step.
         addresses: where the ranks serve their copies.
@@ -62,6 +65,7 @@ class _Candidates(NamedTuple):
 
     steps: list[int]
     unmarked: list[str]
+    leftovers: list[str]
     mixture: str
     choices: dict[int, Choice]
     addresses: list[bytes]
@@ -93,6 +97,7 @@ class Restorer:
         tier: the tier on the hosts' own disks, if there is one.
 
     Attributes:
+        leftovers: the paths of the incomplete steps that the last restore has not warned about.
         skipped: number of damaged steps that the last restore skipped.
         report: how the state compared with the step restored last; None before the first restore,
             or if torch's own ``dcp.load`` loaded the step.
@@ -106,6 +111,7 @@ class Restorer:
         self._disks = run.store if isinstance(run.store, TieredSteps) else None
         self._deletions = deletions
         self._read = read
+        self.leftovers: list[str] = []
         self.skipped = 0
         self.report: LoadReport | None = None
 
@@ -114,20 +120,19 @@ class Restorer:
         state: State,
         step: int | None,
         *,
-        names: Names = None,
-        strict: bool = True,
-        rename: Rename = None,
         state_of: Callable[[int], State] | None = None,
+        **arguments: Unpack[LoadArguments],
     ) -> int | None:
         """Restores the state from a step.
 
         Args:
-            state, step, names, strict, rename: see
-                :meth:`torch_ckpt.CheckpointManager.restore`.
+            state, step: see :meth:`torch_ckpt.CheckpointManager.restore`.
             state_of: returns the state for a step, instead of ``state``. Called after a step has
                 been chosen, again for each older step that is tried after a damaged one, and never
                 if the root has no step. The step is loaded into the structure of this state (see
                 :class:`LoadRun`).
+            arguments: see :func:`torch_ckpt.load`. With ``free_before_read``, a damaged step is an
+                error, because the objects of the state may already have been deleted.
 
         Returns:
             The restored step; None if the root has no step.
@@ -135,12 +140,9 @@ class Restorer:
         Raises: see :meth:`torch_ckpt.CheckpointManager.restore`.
         """
         # Each attempt reads these again, so convert iterators to tuples.
-        arguments: LoadArguments = {
-            "names": reusable(names),
-            "strict": strict,
-            "rename": reusable(rename),
-            "restores_structure": state_of is None,
-        }
+        arguments["names"] = reusable(arguments.get("names"))
+        arguments["rename"] = reusable(arguments.get("rename"))
+        arguments["restores_structure"] = state_of is None
         try:
             return self._restore(state, step, state_of, arguments)
         finally:
@@ -157,6 +159,8 @@ class Restorer:
         self.skipped, self.report = 0, None
         found = self._agree_on_candidates(step, state)
         candidates, unmarked, mixture = found.steps, found.unmarked, found.mixture
+        self.leftovers = found.leftovers
+        may_skip = step is None and not arguments.get("free_before_read")
         if unmarked and self._run.rank == 0:
             warn(self._describe_unmarked(unmarked))
         if mixture and step is None and self._run.rank == 0:
@@ -175,7 +179,7 @@ class Restorer:
                         state = self._ask_for_state(candidate, state_of)
                     report = self._load(candidate, found, state, arguments)
                 except CheckpointException as error:
-                    if step is not None or not is_damage(error) or is_elsewhere(error):
+                    if not may_skip or not is_damage(error) or is_elsewhere(error):
                         raise
                     damages.append(f"step {candidate}: {causes(error)}")
                     existing = self._agree_on_candidates(None, state).steps
@@ -291,6 +295,7 @@ class Restorer:
             return _Candidates(
                 [info.step for info in current + abandoned],
                 [info.path for info in entries if info.lacks_marker],
+                [info.path for info in entries if not info.complete and not info.lacks_marker],
                 describe_mixture(current, abandoned),
                 choices,
                 [listing.address for listing in listings],

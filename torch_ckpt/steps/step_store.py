@@ -341,8 +341,8 @@ def refuse_complete_step(path: str) -> NoReturn:
     """Raises the error for a save of a step that must not be replaced."""
     raise FileExistsError(
         errno.EEXIST,
-        "the step already exists and is complete, and this run has neither saved it nor restored "
-        "an earlier step. Call restore() first, delete the step, or use another root",
+        "the step already exists and is complete. Restore a step first to continue training, or "
+        "pass overwrite=True to replace this step",
         path,
     )
 

@@ -111,7 +111,10 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("torch_ckpt/state/state_targets.py", "names"): LOADS,
     ("torch_ckpt/steps/lease_protocol.py", "takeover"): ["CheckpointManager"],
     ("torch_ckpt/steps/root_lease.py", "read_only"): ["CheckpointManager"],
-    ("torch_ckpt/training/checkpoints.py", "overwrite"): ["training.save_checkpoint"],
+    ("torch_ckpt/steps/step_store.py", "overwrite"): [
+        "CheckpointManager.save",
+        "training.save_checkpoint",
+    ],
 }
 
 #: Text of the form "name=" that is no option of torch_ckpt.

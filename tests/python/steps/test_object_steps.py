@@ -211,7 +211,7 @@ def test_a_url_that_is_not_allowed_is_refused(root: str) -> None:
 
 def test_a_staging_directory_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="no file is staged on a local disk any more"):
-        save_checkpoint("memory://run", 1, {}, staging_dir=tmp_path)  # type: ignore[call-arg]
+        torch_ckpt.CheckpointManager("memory://run", staging_dir=tmp_path)  # type: ignore[call-arg]
 
 
 # --- the manager ----------------------------------------------------------------------------------

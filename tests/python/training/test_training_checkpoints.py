@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.steps import open_steps
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
-# A warning about skipped values fails a test that does not expect it.
-pytestmark = pytest.mark.filterwarnings("error:skipped", "error:.*no place for")
+
+@pytest.fixture(autouse=True)
+def no_other_warnings(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
+    """Fails a test with a warning that it does not expect."""
+    yield
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -191,17 +196,45 @@ def test_every_conversion_without_strict_is_named_once(directory: str) -> None:
     assert_equal(state, {name: stored[name].to(state[name].dtype) for name in state})
 
 
-def test_an_incomplete_step_is_skipped_and_named_after_the_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("0000000002", "not restoring directories without write_completed: .*0000000002"),
+        ("0000000002.tmp-0123abcd", "skipped steps .*incomplete: .*0000000002.tmp-0123abcd"),
+    ],
+)
+def test_an_incomplete_step_is_skipped_and_named(tmp_path: Path, name: str, text: str) -> None:
     save_checkpoint(tmp_path, 1, state_of(1))
-    (tmp_path / "0000000002").mkdir()
-    with pytest.warns(UserWarning, match="skipped.*0000000002"):
+    (tmp_path / name).mkdir()
+    with pytest.warns(UserWarning, match=text) as caught:
         assert load_checkpoint_if_it_exists(tmp_path, blank()) == 1
+    assert [warning.filename for warning in caught] == [__file__]
+    # Other ranks wait for this rank, so a warning is never an exception.
     state = blank()
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="skipped")
-        with pytest.raises(UserWarning, match="skipped"):
-            load_checkpoint_if_it_exists(tmp_path, state)
+        warnings.simplefilter("error")
+        assert load_checkpoint_if_it_exists(tmp_path, state) == 1
     assert_equal(state, state_of(1))
+
+
+def test_a_damaged_step_is_skipped_and_named(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, state_of(step))
+    [file] = data_files(tmp_path / "0000000002")
+    file.write_bytes(file.read_bytes()[:-40])
+    # The objects that are freed before a read cannot be read from another step.
+    with pytest.raises(CheckpointError, match="0000000002"):
+        load_checkpoint_if_it_exists(tmp_path, blank(), free_before_read=True)
+    state = blank()
+    with pytest.warns(UserWarning, match="step 2: .*; falling back to step 1"):
+        assert load_checkpoint_if_it_exists(tmp_path, state) == 1
+    assert_equal(state, state_of(1))
+
+
+def test_a_single_checkpoint_is_not_taken_for_a_run_without_steps(tmp_path: Path) -> None:
+    torch_ckpt.save(state_of(1), tmp_path / "one")
+    with pytest.raises(CheckpointError, match="is a single checkpoint, not the root of a run"):
+        load_checkpoint_if_it_exists(tmp_path / "one", blank())
 
 
 def test_the_next_save_removes_leftovers_of_an_interrupted_save(tmp_path: Path) -> None:
