@@ -86,14 +86,17 @@ def case_a_failure_to_log_on_rank_0_does_not_block_the_others(launch: Launch) ->
     extra = {} if launch.rank else {"note": "text"}
     with refused_on(range(1), ValueError, "'note': a str"):
         log(1, None, {**extra, "loss": total_of_ranks(launch)})
-    with refused_on(range(1), TypeError, "logger is a list"):
+    twice = {} if launch.rank else {"all/loss": 1.0}
+    with refused_on(range(1), ValueError, "'all/loss': two values have this name"):
+        log(1, None, {**twice, "all": {"loss": total_of_ranks(launch)}})
+    with refused_on(range(1), AttributeError, "add_scalar"):
         log(1, [], {"loss": total_of_ranks(launch)})  # type: ignore[arg-type]
     dist.barrier()
 
 
 def case_a_value_that_no_rank_can_log_is_refused_on_all(launch: Launch) -> None:
     ranks = range(launch.size)
-    with refused_on(ranks, ValueError, "'w': a tensor of torch.complex64"):
+    with refused_on(ranks, ValueError, "'w': a DTensor of torch.complex64"):
         log(1, None, {"w": total_of_ranks(launch).to(torch.complex64)})
     mesh = DeviceMesh("cpu", list(range(1, launch.size)))
     tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
