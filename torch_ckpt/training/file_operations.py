@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch_ckpt._base.system import local_path
 from torch_ckpt.checkpoint.publishing import published_file
-from torch_ckpt.stores import open_object, open_store
+from torch_ckpt.stores import open_object
 
 StrPath = str | os.PathLike[str]
 
@@ -46,17 +46,6 @@ def mkdir(path: StrPath) -> None:
         )
 
 
-def check(path: StrPath) -> None:
-    """Raises the same errors as :func:`mkdir` if the path is an unsupported URL."""
-    if local_path(path) is None:
-        open_store(os.fspath(path))
-
-
-def join(directory: StrPath, name: str) -> str:
-    """Appends a name to the path or URL of a directory."""
-    return f"{os.fspath(directory).rstrip('/')}/{name}"
-
-
 def put(source: Path, target: StrPath) -> None:
     """Copies a local file, creating the target's directory if necessary.
 
@@ -66,16 +55,12 @@ def put(source: Path, target: StrPath) -> None:
         OSError: the file cannot be copied.
     """
     path = local_path(target)
-    if path is not None:
-        _put_local(source, path)
-        return
-    store, name = open_object(os.fspath(target))
-    with source.open("rb") as stream:
-        pieces = (memoryview(piece) for piece in iter(partial(stream.read, _PIECE_BYTES), b""))
-        store.put(name, pieces, os.fstat(stream.fileno()).st_size)
-
-
-def _put_local(source: Path, target: str) -> None:
-    os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
-    with source.open("rb") as copied, published_file(target, sync=False) as stream:
-        shutil.copyfileobj(copied, stream)
+    with source.open("rb") as copied:
+        if path is None:
+            store, name = open_object(os.fspath(target))
+            pieces = (memoryview(piece) for piece in iter(partial(copied.read, _PIECE_BYTES), b""))
+            store.put(name, pieces, os.fstat(copied.fileno()).st_size)
+            return
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with published_file(path, sync=False) as stream:
+            shutil.copyfileobj(copied, stream)

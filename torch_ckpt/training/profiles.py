@@ -3,54 +3,34 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.profiler import profile
 
+from torch_ckpt._base.system import local_path
 from torch_ckpt.ranks.group import own_rank
-from torch_ckpt.training.file_operations import StrPath, check, join, put
+from torch_ckpt.stores import open_store
+from torch_ckpt.training.file_operations import StrPath, put
 
-if TYPE_CHECKING:
-    from torch.profiler import ProfilerActivity, profile
-
-
-class _RunningProfile(NamedTuple):
-    profiler: profile | None  # None on ranks that do not profile
-    rank: int
-    thread: int
+# The running profiler, None on ranks that do not profile, and the thread that started it.
+_running: tuple[profile | None, int] | None = None
 
 
-_lock = threading.Lock()
-_running: _RunningProfile | None = None
-
-
-def start_profile(
-    *,
-    all_ranks: bool = False,
-    activities: Iterable[ProfilerActivity] | None = None,
-    record_shapes: bool = False,
-    profile_memory: bool = False,
-    with_stack: bool = False,
-    with_flops: bool = False,
-) -> None:
-    """Starts ``torch.profiler`` on rank 0; on other ranks, only records that a profile was started.
+def start_profile(profiler: profile | None = None, *, all_ranks: bool = False) -> None:
+    """Starts a profile on rank 0; on other ranks, only records that a profile was started.
 
     While a profile is running, memory use grows with each operation, and training is slower.
     Profile only a few steps.
 
     Args:
+        profiler: a ``torch.profiler.profile`` with other options than torch's defaults.
         all_ranks: profile every rank.
-        activities: activities to record; None records all activities that the machine supports.
-        record_shapes: record the shapes of the operations' arguments.
-        profile_memory: record memory allocations and releases.
-        with_stack: record the Python lines that call operations.
-        with_flops: estimate the FLOPs of some operations.
 
     Raises:
         RuntimeError: a profile that this function or torch started is already running in this
@@ -64,25 +44,17 @@ def start_profile(
         training.stop_profile("run/profiles")
     """
     global _running
-    with _lock:
-        if _running is not None:
-            raise RuntimeError("start_profile: a profile is running; call stop_profile first")
+    if _running is not None:
+        raise RuntimeError("start_profile: a profile is running; call stop_profile first")
+    if not all_ranks and own_rank() != 0:
         profiler = None
-        if all_ranks or own_rank() == 0:
-            # torch would cancel the running profiler and report this only in its log.
-            if torch.autograd.profiler._is_profiler_enabled:
-                raise RuntimeError("start_profile: a torch profiler is running; stop it first")
-            from torch.profiler import profile
-
-            profiler = profile(
-                activities=activities,
-                record_shapes=record_shapes,
-                profile_memory=profile_memory,
-                with_stack=with_stack,
-                with_flops=with_flops,
-            )
-            profiler.start()
-        _running = _RunningProfile(profiler, own_rank(), threading.get_ident())
+    else:
+        # torch would cancel the running profiler and report this only in its log.
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise RuntimeError("start_profile: a torch profiler is running; stop it first")
+        profiler = profiler or profile()
+        profiler.start()
+    _running = profiler, threading.get_ident()
 
 
 def stop_profile(directory: StrPath) -> str | None:
@@ -92,8 +64,7 @@ def stop_profile(directory: StrPath) -> str | None:
     TensorBoard can display the trace.
 
     Args:
-        directory: a local path or a URL, as for :func:`mkdir`; the directory is created if
-            necessary.
+        directory: a local path or a URL, which is created if necessary.
 
     Returns:
         The path or URL of the trace file, which is named
@@ -103,46 +74,42 @@ def stop_profile(directory: StrPath) -> str | None:
         RuntimeError: no profile is running, or another thread started the running profile. The
             running profile continues.
         ImportError, ValueError: the URL is not supported; see :func:`mkdir`. The profile continues.
-        OSError: the trace cannot be written or copied. If only the copy fails, the local trace is
-            kept, and the message contains its path.
+        OSError: the trace cannot be written or copied. The local trace is kept, and the message
+            contains its path.
 
     Example::
 
         training.stop_profile("s3://bucket/run/profiles")
     """
     global _running
-    with _lock:
-        if _running is None:
-            raise RuntimeError("stop_profile: no profile is running; call start_profile first")
-        if _running.profiler is None:
-            _running = None
-            return None
-        if _running.thread != threading.get_ident():
-            raise RuntimeError(
-                "stop_profile: another thread called start_profile; call stop_profile on that "
-                "thread"
-            )
-        check(directory)
-        stopped, _running = _running, None
-        assert stopped.profiler is not None
-        stopped.profiler.stop()
-    local = Path(tempfile.mkdtemp(prefix="torch_ckpt-profile-"))
-    name = f"rank-{stopped.rank}.{time.time_ns()}.pt.trace.json.gz"
+    if _running is None:
+        raise RuntimeError("stop_profile: no profile is running; call start_profile first")
+    profiler, thread = _running
+    if profiler is not None and thread != threading.get_ident():
+        raise RuntimeError(
+            "stop_profile: another thread called start_profile; call stop_profile on that thread"
+        )
+    directory = os.fspath(directory).rstrip("/")
+    if local_path(directory) is None:
+        open_store(directory)
+    _running = None
+    if profiler is None:
+        return None
+    profiler.stop()
+    name = f"rank-{own_rank()}.{time.time_ns()}.pt.trace.json.gz"
+    local, target = (
+        Path(tempfile.mkdtemp(prefix="torch_ckpt-profile-"), name),
+        f"{directory}/{name}",
+    )
     try:
-        stopped.profiler.export_chrome_trace(str(local / name))
-    except BaseException:
-        shutil.rmtree(local, ignore_errors=True)
-        raise
-    target = join(directory, name)
-    try:
-        put(local / name, target)
+        profiler.export_chrome_trace(str(local))
+        put(local, target)
     # Remote file systems raise exceptions of any type.
     except Exception as error:
-        number = getattr(error, "errno", None) or errno.EIO
         raise OSError(
-            number,
-            f"the trace could not be copied ({error}) and is kept at {local / name}",
+            getattr(error, "errno", None) or errno.EIO,
+            f"the trace could not be saved ({error}) and is kept at {local}",
             target,
         ) from error
-    shutil.rmtree(local, ignore_errors=True)
+    shutil.rmtree(local.parent, ignore_errors=True)
     return target

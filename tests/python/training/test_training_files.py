@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from torch_ckpt.training import mkdir
-from torch_ckpt.training.file_operations import join, put
+from torch_ckpt.training.file_operations import put
 
 AFTERWARDS = """
 import sys
@@ -70,11 +70,6 @@ def test_mkdir_names_the_package_that_a_url_needs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "paramiko", None)
     with pytest.raises(ImportError, match=r"sftp://host: .*paramiko"):
         mkdir("sftp://host/run")
-
-
-@pytest.mark.parametrize("before", ["run", "run/", "memory://run", "memory://run/"])
-def test_a_name_is_joined_with_one_slash(before: str) -> None:
-    assert join(before, "trace") == f"{before.rstrip('/')}/trace"
 
 
 def test_a_copy_replaces_the_old_file(directory: str, tmp_path: Path) -> None:

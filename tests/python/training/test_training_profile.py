@@ -9,7 +9,6 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -39,8 +38,8 @@ def operations(trace: bytes) -> set[str]:
     return {event.get("name") for event in json.loads(gzip.decompress(trace))["traceEvents"]}
 
 
-def taken(directory: str | Path, **options: Any) -> str:
-    start_profile(**options)
+def taken(directory: str | Path, profiler: torch.profiler.profile | None = None) -> str:
+    start_profile(profiler)
     torch.ones(3).cumsum(0)
     path = stop_profile(directory)
     assert path is not None
@@ -69,8 +68,9 @@ def test_a_trace_has_only_the_operations_of_its_profile(tmp_path: Path, temporar
     assert re.fullmatch(r"rank-0\.\d+\.pt\.trace\.json\.gz", Path(path).name)
 
 
-def test_options_reach_the_profiler(tmp_path: Path) -> None:
-    trace = Path(taken(tmp_path, record_shapes=True)).read_bytes()
+def test_a_profiler_with_other_options_is_used(tmp_path: Path) -> None:
+    profiler = torch.profiler.profile(record_shapes=True)
+    trace = Path(taken(tmp_path, profiler)).read_bytes()
     events = json.loads(gzip.decompress(trace))["traceEvents"]
     [event] = [event for event in events if event.get("name") == "aten::cumsum"]
     assert event["args"]["Input Dims"][0] == [3]
@@ -117,7 +117,7 @@ def test_a_trace_that_cannot_be_copied_is_kept_at_the_named_path(tmp_path: Path)
     (tmp_path / "file").write_text("in the way")
     start_profile()
     torch.ones(3).cumsum(0)
-    with pytest.raises(OSError, match="the trace could not be copied") as failure:
+    with pytest.raises(OSError, match="the trace could not be saved") as failure:
         stop_profile(tmp_path / "file")
     kept = re.search(r"kept at (\S+\.gz)", str(failure.value))
     assert kept is not None
