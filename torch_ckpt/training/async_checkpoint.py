@@ -8,32 +8,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt import _core
-from torch_ckpt._base.checks import require_choice, require_instance
+from torch_ckpt._base.checks import require_instance
 from torch_ckpt.api import async_save
 from torch_ckpt.checkpoint.metrics import SaveMetrics
 from torch_ckpt.checkpoint.source import Source
-from torch_ckpt.loading.load import Strict, load
-from torch_ckpt.options import (
-    DEFAULT_OPTIONS,
-    DEFAULT_READ_OPTIONS,
-    ReadOptions,
-    WriteOptions,
-)
+from torch_ckpt.loading.load import load
+from torch_ckpt.options import DEFAULT_OPTIONS, DEFAULT_READ_OPTIONS, ReadOptions, WriteOptions
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 from torch_ckpt.saving.handle import AsyncSave
-from torch_ckpt.saving.replica_check import MODES
 from torch_ckpt.saving.unchanged import SAVE_COUNTER
 from torch_ckpt.state.states import BeforeSave
-
-if TYPE_CHECKING:
-    from typing_extensions import Never  # in typing since Python 3.11
+from torch_ckpt.training.file_operations import StrPath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,41 +32,24 @@ class AsyncCheckpointOptions:
     """Options of the writes and restores of an :class:`AsyncCheckpoint`.
 
     Attributes:
-        staging: "blocking" or "overlapped"; see :func:`torch_ckpt.async_save`. With "overlapped",
-            every optimizer in the state is passed to :meth:`torch_ckpt.AsyncSave.guard`.
-        write: the options of the writes.
-        read: the options of the restores.
-        check_replicas: see :func:`torch_ckpt.async_save`.
-        warn_unchanged: see :func:`torch_ckpt.async_save`.
-        strict: see :func:`torch_ckpt.load`.
-        process_group: the ranks that write and restore together; None means the default group.
-        no_dist: write and restore in this process only, without other ranks.
-        timeout: a rank that sends no heartbeat for this many seconds is declared dead, and the
-            write or restore fails on all other ranks.
+        write, read: the options of the writes and of the restores.
+        process_group, timeout: see :func:`torch_ckpt.async_save`.
 
     Raises:
-        ValueError: an option has an invalid value.
         TypeError: ``write`` or ``read`` has another type.
 
     Example::
 
-        options = AsyncCheckpointOptions(staging="overlapped")
+        options = AsyncCheckpointOptions(write=torch_ckpt.WriteOptions(thread_count=8))
         checkpoint = torch_ckpt.AsyncCheckpoint(options, model=model, optimizer=optimizer)
     """
 
-    staging: str = "blocking"
     write: WriteOptions = DEFAULT_OPTIONS
     read: ReadOptions = DEFAULT_READ_OPTIONS
-    check_replicas: str = "warn"
-    warn_unchanged: bool = True
-    strict: Strict = True
     process_group: dist.ProcessGroup | None = None
-    no_dist: bool = False
     timeout: float = TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
-        require_choice("staging", self.staging, ("blocking", "overlapped"))
-        require_choice("check_replicas", self.check_replicas, MODES)
         require_instance("write", self.write, WriteOptions)
         require_instance("read", self.read, ReadOptions)
 
@@ -90,30 +64,24 @@ class WriteMetrics:
     Attributes:
         blocked_s: time that the call blocked training, including the time to read the state.
         training_s: time between the return of the previous call and this call; 0 for the first.
-        save: all metrics of the save.
+        save: all metrics of the save. ``save.total_s`` is the time until the checkpoint was visible
+            and durable; 0 until then.
     """
 
     blocked_s: float
     training_s: float
     save: SaveMetrics
 
-    @property
-    def write_s(self) -> float:
-        """Time from the call until the checkpoint was visible and durable; 0 until then."""
-        return self.save.total_s
-
 
 class AsyncCheckpoint:
     """Writes the state of a training program in the background, and restores it.
 
-    All ranks must call the same methods in the same order. Exception: each rank can call ``sync``
-    and ``metrics`` independently. Do not use the object in several threads at the same time. At
-    exit, the interpreter waits up to an hour for a running write.
+    All ranks must call the same methods in the same order; exceptions are ``sync`` and ``metrics``.
+    Do not use the object in several threads at the same time. At exit, the interpreter waits up to
+    an hour for a running write.
 
     Args:
-        options: an :class:`AsyncCheckpointOptions`; can only be passed positionally, because each
-            keyword is a value to save.
-        removed: no argument; the error for a second positional argument names ``options``.
+        options: can only be passed positionally, because each keyword is a value to save.
         state: the values to save, passed as keywords; see docs/state.md.
 
     The values are also attributes: ``checkpoint.step += 1`` changes the value named ``step``, and
@@ -125,8 +93,7 @@ class AsyncCheckpoint:
 
     Raises:
         ValueError: a value is named ``save_counter``.
-        TypeError: the positional argument is no :class:`AsyncCheckpointOptions`. A common cause is
-            passing the values positionally instead of as keywords.
+        TypeError: values were passed positionally.
 
     Example::
 
@@ -141,19 +108,11 @@ class AsyncCheckpoint:
 
     state: dict[str, Any]
 
-    def __init__(
-        self,
-        options: AsyncCheckpointOptions = _DEFAULTS,
-        /,
-        *removed: Never,
-        **state: object,
-    ) -> None:
-        if removed or not isinstance(options, AsyncCheckpointOptions):
+    def __init__(self, options: AsyncCheckpointOptions = _DEFAULTS, /, **state: object) -> None:
+        if not isinstance(options, AsyncCheckpointOptions):
             raise TypeError(
-                "AsyncCheckpoint() accepts one positional argument, a torch_ckpt.training."
-                "async_checkpoint.AsyncCheckpointOptions, got "
-                f"{', '.join(type(given).__name__ for given in (options, *removed))}. Pass the "
-                "values to save as keywords: AsyncCheckpoint(model=model)."
+                f"AsyncCheckpoint() got a {type(options).__name__} instead of its options. Pass "
+                "the values to save as keywords: AsyncCheckpoint(model=model)."
             )
         if SAVE_COUNTER in state:
             raise ValueError(
@@ -187,24 +146,15 @@ class AsyncCheckpoint:
 
     @property
     def save_counter(self) -> int:
-        """Number of calls to :meth:`save`. :meth:`restore` sets this number to the number in the
-        checkpoint."""
+        """Number of calls to :meth:`save`, which :meth:`restore` sets to the checkpoint's."""
         return int(self.state[SAVE_COUNTER])
 
     def before_save(self, hook: Callable[[], None]) -> RemovableHandle:
-        """Adds a hook that is called before the state is read for a write.
-
-        Returns:
-            A handle whose ``remove()`` removes the hook.
-        """
+        """Adds a hook that is called before the state is read for a write. Call ``remove()`` on the
+        returned handle to remove the hook."""
         return self._before_save.add(hook)
 
-    def write(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        on_commit: Callable[[str], None] | None = None,
-    ) -> str:
+    def write(self, path: StrPath, *, on_commit: Callable[[str], None] | None = None) -> str:
         """Writes a checkpoint in the background. Waits for the previous write first.
 
         Args:
@@ -224,88 +174,51 @@ class AsyncCheckpoint:
         path = os.fspath(path)
         previous, options = self._handle, self._options
         try:
-            handle = async_save(
+            self._handle = async_save(
                 lambda: self._before_save.read(self.state),
                 path,
-                staging=options.staging,
                 options=options.write,
                 process_group=options.process_group,
-                no_dist=options.no_dist,
                 timeout=options.timeout,
                 on_commit=None if on_commit is None else lambda _checkpoint: on_commit(path),
-                warn_unchanged=options.warn_unchanged,
-                check_replicas=options.check_replicas,
             )
         except BaseException:
             # Drop the handle: this call raises the previous write's error, or the next one will.
             if previous is not None and previous.done():
                 self._handle = None
             raise
-        self._handle = handle
-        if options.staging == "overlapped":
-            for value in self.state.values():
-                if isinstance(value, Optimizer):
-                    handle.guard(value)
         training_s = 0.0 if self._returned is None else started - self._returned
         self._returned = time.perf_counter()
-        self._metrics = WriteMetrics(self._returned - started, training_s, handle.metrics())
+        self._metrics = WriteMetrics(self._returned - started, training_s, self._handle.metrics())
         return path
 
-    def save(
-        self,
-        prefix: str | os.PathLike[str],
-        *,
-        on_commit: Callable[[str], None] | None = None,
-    ) -> str:
-        """Writes a checkpoint to ``{prefix}-{number}`` in the background; see :meth:`write`.
+    def save(self, prefix: StrPath, *, on_commit: Callable[[str], None] | None = None) -> str:
+        """Writes a checkpoint to ``{prefix}-{number}`` in the background, and returns this path.
 
-        Numbers start at 1 and increase with each call, even if the write fails.
-
-        Args:
-            prefix: path of the checkpoint, without the number.
-            on_commit: see :meth:`write`.
-
-        Returns:
-            The path, including the number.
-
-        Raises:
-            CheckpointException, CheckpointError: see :meth:`write`.
+        Numbers start at 1 and increase with each call, even if the write fails. See :meth:`write`.
         """
         self.state[SAVE_COUNTER] += 1
         return self.write(f"{os.fspath(prefix)}-{self.save_counter}", on_commit=on_commit)
 
-    def read(self, path: str | os.PathLike[str]) -> None:
+    def read(self, path: StrPath) -> None:
         """Loads the state of a checkpoint, but keeps the current ``save_counter``.
 
         The checkpoint need not contain a ``save_counter``. Waits for a running write first. If the
         running write fails, :meth:`sync` or the next write raises the error.
 
-        Args:
-            path: directory of the checkpoint.
-
         Raises:
-            CheckpointException: the load failed; raised on every rank. See
-                :func:`torch_ckpt.load`.
-                A cause may be a value that rejects its loaded state; the message begins with its
-                name.
+            CheckpointException: the load failed; raised on every rank. See :func:`torch_ckpt.load`.
         """
         state = {key: value for key, value in self.state.items() if key != SAVE_COUNTER}
         self._restore(state, path)
         self.state.update(state)
 
-    def restore(self, path: str | os.PathLike[str]) -> None:
-        """Loads the state of a checkpoint, including the ``save_counter``. Later calls of
-        :meth:`save` continue the numbering of the checkpoint.
-
-        Args:
-            path: directory of the checkpoint.
-
-        Raises:
-            CheckpointException: see :meth:`read`.
-        """
+    def restore(self, path: StrPath) -> None:
+        """Loads the state of a checkpoint, including the ``save_counter``, so that :meth:`save`
+        continues the numbering of the checkpoint. Otherwise like :meth:`read`."""
         self._restore(self.state, path)
 
-    def _restore(self, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    def _restore(self, state: dict[str, Any], path: StrPath) -> None:
         if self._handle is not None:
             _core.fault_point("wait for the save before", self._handle.metrics().path)
             # Do not call result(), which would mark the write's error as reported.
@@ -314,8 +227,6 @@ class AsyncCheckpoint:
             state,
             partial(Source, path, self._options.read),
             process_group=self._options.process_group,
-            no_dist=self._options.no_dist,
-            strict=self._options.strict,
             timeout=self._options.timeout,
             restores_structure=True,
         )

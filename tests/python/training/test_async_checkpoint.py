@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.fault_hooks import before, calling
+from tests.fault_hooks import before
 from tests.gates import Gate
 from tests.support import assert_equal
 from torch_ckpt import AsyncCheckpoint, CheckpointError
@@ -111,53 +111,39 @@ def test_its_own_attributes_cannot_be_set(name: str) -> None:
         setattr(checkpoint, name, 3)
 
 
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [
-        ([{"model": weights(1)}], "dict"),
-        ([weights(1)], "Linear"),
-        ([{"staging": "overlapped"}, {"verify": False}], "dict, dict"),
-        ([AsyncCheckpointOptions(), {}], "AsyncCheckpointOptions, dict"),
-    ],
-)
-def test_values_must_be_passed_by_keyword_and_options_as_an_object(
-    given: list[Any], names: str
-) -> None:
-    match = rf"AsyncCheckpointOptions, got {names}\. Pass .*: AsyncCheckpoint\(model=model\)"
+@pytest.mark.parametrize("given", [{"model": 1}, weights(1)])
+def test_values_must_be_passed_by_keyword(given: Any) -> None:
+    match = rf"got a {type(given).__name__} .*\. Pass .*: AsyncCheckpoint\(model=model\)"
     with pytest.raises(TypeError, match=match):
-        AsyncCheckpoint(*given)
+        AsyncCheckpoint(given)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("name", "text"),
     [
-        ({"staging": "later"}, ValueError, "staging must be one of 'blocking', 'overlapped'"),
-        ({"check_replicas": "all"}, ValueError, "check_replicas must be one of"),
-        ({"write": {}}, TypeError, r"write must be a torch_ckpt\.WriteOptions"),
-        ({"read": {}}, TypeError, r"read must be a torch_ckpt\.ReadOptions"),
+        ("write", r"write must be a torch_ckpt\.WriteOptions"),
+        ("read", r"read must be a torch_ckpt\.ReadOptions"),
     ],
 )
-def test_invalid_options_are_refused(
-    options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        AsyncCheckpointOptions(**options)
+def test_options_of_another_type_are_refused(name: str, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        AsyncCheckpointOptions(**{name: {}})
 
 
 def test_the_options_apply_to_writes_and_restores(tmp_path: Path) -> None:
     options = AsyncCheckpointOptions(
-        write=torch_ckpt.WriteOptions(overwrite=False), strict=False, no_dist=True
+        write=torch_ckpt.WriteOptions(overwrite=False), read=torch_ckpt.ReadOptions(zero_fill=True)
     )
-    checkpoint = AsyncCheckpoint(options, step=3)
+    checkpoint = AsyncCheckpoint(options, t=torch.ones(2))
     checkpoint.write(tmp_path / "c")
     checkpoint.sync()
     checkpoint.write(tmp_path / "c")
     with pytest.raises(CheckpointException, match="already"):
         checkpoint.sync()
-    fresh = AsyncCheckpoint(options, step=0, epoch=7)
-    with pytest.warns(UserWarning, match="epoch"):
-        fresh.read(tmp_path / "c")
-    assert (fresh.step, fresh.epoch) == (3, 7)
+    fresh = AsyncCheckpoint(options, model=weights(1))
+    torch_ckpt.save({"model": {"weight": torch.ones(1, 3), "bias": torch.ones(2)}}, tmp_path / "s")
+    fresh.read(tmp_path / "s")
+    assert fresh.model.weight.tolist() == [[1, 1, 1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("name", ["read", "restore"])
@@ -274,19 +260,6 @@ def test_hooks_run_at_each_write_until_removed(tmp_path: Path) -> None:
     assert called == [1, 2]
 
 
-def test_an_overlapped_write_guards_the_optimizers(tmp_path: Path, gate: Gate) -> None:
-    model = weights(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = AsyncCheckpointOptions(staging="overlapped")
-    checkpoint = AsyncCheckpoint(options, model=model, optimizer=optimizer)
-    with calling({"background save begins": gate, "wait until staged": gate.open}):
-        checkpoint.save(tmp_path / "ckpt")
-        gate.wait()
-        # The gate opens only while the step waits.
-        optimizer.step()
-        checkpoint.sync()
-
-
 # --- metrics -------------------------------------------------------------------------------------
 
 
@@ -305,4 +278,4 @@ def test_metrics_have_the_durations_of_the_last_write(tmp_path: Path) -> None:
     assert second.training_s > 0
     assert second.save.path == path
     assert second.blocked_s >= second.save.blocked_s > 0
-    assert second.write_s == second.save.total_s > 0
+    assert second.save.total_s > 0
