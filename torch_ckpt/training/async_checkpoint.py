@@ -77,23 +77,21 @@ class AsyncCheckpoint:
     """Writes the state of a training program in the background, and restores it.
 
     All ranks must call the same methods in the same order; exceptions are ``sync`` and ``metrics``.
-    Do not use the object in several threads at the same time. At exit, the interpreter waits up to
-    an hour for a running write.
+    Only one thread at a time may use the object. At exit, the interpreter waits up to an hour for a
+    running write.
 
     Args:
         options: can only be passed positionally, because each keyword is a value to save.
-        state: the values to save, passed as keywords; see docs/state.md.
-
-    The values are also attributes: ``checkpoint.step += 1`` changes the value named ``step``, and
-    assigning to a new name adds a value.
+        state: the values to save, passed as keywords; see docs/state.md. The values are also
+            attributes: ``checkpoint.step += 1`` changes the value named ``step``, and assigning to
+            a new name adds a value.
 
     Attributes:
         state: the values by name. A restore replaces plain values, such as a step number, in this
             dict. ``state["save_counter"]`` is the number of calls to :meth:`save`.
 
     Raises:
-        ValueError: a value is named ``save_counter``.
-        TypeError: values were passed positionally.
+        ValueError, TypeError: a value is named ``save_counter``, or was passed positionally.
 
     Example::
 
@@ -158,17 +156,13 @@ class AsyncCheckpoint:
         """Writes a checkpoint in the background. Waits for the previous write first.
 
         Args:
-            path: directory of the checkpoint.
+            path: directory of the checkpoint, which the method returns.
             on_commit: called with the path on the coordinator, in the write's thread, as soon as
                 the checkpoint is durable and visible.
 
-        Returns:
-            The path.
-
         Raises:
             CheckpointException, CheckpointError: an earlier write failed, and the error has not
-                been raised yet.
-            CheckpointError: the state of a value cannot be read.
+                been raised yet; or the state of a value cannot be read.
         """
         started = time.perf_counter()
         path = os.fspath(path)
@@ -232,13 +226,10 @@ class AsyncCheckpoint:
         )
 
     def sync(self, timeout: float | None = None) -> None:
-        """Waits until the most recent write is durable and visible.
-
-        Args:
-            timeout: seconds to wait; None waits indefinitely.
+        """Waits until the most recent write is durable and visible, or for ``timeout`` seconds.
 
         Raises:
-            TimeoutError: ``timeout`` seconds have passed; the write continues.
+            TimeoutError: the timeout has passed; the write continues.
             CheckpointException, CheckpointError: the write failed. Each error is raised only once.
         """
         handle = self._handle
