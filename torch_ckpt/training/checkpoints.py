@@ -8,7 +8,6 @@ import time
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
@@ -106,7 +105,6 @@ def load_checkpoint_if_it_exists(
     names: Names = None,
     rename: Rename = None,
     free_before_read: bool = False,
-    planner: LoadPlanner | None = None,
     options: ReadOptions = DEFAULT_READ_OPTIONS,
 ) -> int:
     """Loads the newest complete step into the state, in place.
@@ -123,7 +121,7 @@ def load_checkpoint_if_it_exists(
         strict: require that the step has every name in the state, with the same shape and dtype. If
             False, load only the names whose shapes match, and convert dtypes.
         free_before_read: see :func:`torch_ckpt.load`. A damaged step is then an error.
-        process_group, timeout, names, rename, planner, options: see :func:`torch_ckpt.load`.
+        process_group, timeout, names, rename, options: see :func:`torch_ckpt.load`.
 
     Returns:
         The step number, or 0 if there is no complete step. In that case, the state is unchanged.
@@ -160,13 +158,12 @@ def load_checkpoint_if_it_exists(
             strict="dtypes" if strict else False,
             rename=rename,
             free_before_read=free_before_read,
-            planner=planner,
         )
     leftovers = manager._restorer.leftovers
     found = {"skipped steps whose saves or deletions are incomplete": leftovers}
     if step is not None:
-        # A load with a planner compares nothing.
-        report = manager.restore_report or LoadReport()
+        report = manager.restore_report
+        assert report is not None  # there is no planner
         if names is None:
             with CollectiveCall(_LOAD, process_group, timeout) as call:
                 # Each pipeline stage lacks the names of the other stages.

@@ -47,7 +47,7 @@ ACCEPTED = {
     "CheckpointManager.save": names_of(CheckpointManager.save),
     "CheckpointManager.restore": names_of(CheckpointManager.restore),
     "training.save_checkpoint": names_of(training.save_checkpoint) | WRITE,
-    "training.load_checkpoint_if_it_exists": LOAD | READ,
+    "training.load_checkpoint_if_it_exists": names_of(training.load_checkpoint_if_it_exists) | READ,
     "TorchCkptIO": names_of(lightning.TorchCkptIO) | WRITE,
     "AsyncCallsQueue": names_of(AsyncCallsQueue) | names_of(AsyncCallsQueue.close),
     "maybe_finalize_async_calls": names_of(AsyncCallsQueue.maybe_finalize_async_calls),
