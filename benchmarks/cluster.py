@@ -1,9 +1,9 @@
 """Saves and loads of two hosts over file systems that they share.
 
-``python -m benchmarks.cluster [--kinds juicefs moosefs] [--megabytes 256] [--rounds 5]`` needs root
-and /dev/fuse. Both hosts are on this machine (tests/cluster/hosts.py), with one rank and one client
-of the file system each. All data is on one disk, so the figures compare contenders, and are not the
-speed of a file system.
+``python -m benchmarks.run cluster [--kinds juicefs moosefs] [--megabytes 256] [--rounds 5]`` needs
+root and /dev/fuse. Both hosts are on this machine (tests/cluster/hosts.py), with one rank and one
+client of the file system each. All data is on one disk, so the figures compare contenders, and are
+not the speed of a file system.
 
 - save, load: a state sharded by rows, by torch_ckpt and by stock torch.
 - cp: each host copies a local file with as many bytes as it has of the state, and fsyncs the copy.
@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +186,12 @@ def _print(kind: str, times: Times) -> None:
         print(f"| {name} | {seconds:.2f} | {cpu:.2f} | {ratio:.2f} |")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--kinds", nargs="+", default=["one disk", "juicefs", "moosefs", "sshfs"])
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     print(f"torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores")
     print(f"two hosts, {given.megabytes} MiB, {given.rounds} rounds")
     for kind in given.kinds:
@@ -202,16 +202,8 @@ def main() -> None:
             tempfile.TemporaryDirectory() as directory,
             hosts.cluster(kind, Path(directory), keeps_removed=False) as cluster,
         ):
-            # Not the functions of __main__, which the ranks could not import.
-            from benchmarks.cluster import measure as saves_and_loads
-            from benchmarks.cluster import measure_managers as managers
-
             local = Path(directory) / "local"
             local.mkdir()
-            for title, work in ((kind, saves_and_loads), (f"{kind}: managers", managers)):
-                arguments = str(cluster.path), str(local), given.megabytes, given.rounds
-                _print(title, cluster.run(work, *arguments, patience=3600.0)[0])
-
-
-if __name__ == "__main__":
-    main()
+            for title, work in ((kind, measure), (f"{kind}: managers", measure_managers)):
+                settings = str(cluster.path), str(local), given.megabytes, given.rounds
+                _print(title, cluster.run(work, *settings, patience=3600.0)[0])

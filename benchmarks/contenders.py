@@ -88,18 +88,22 @@ def _stock_saver(thread_count: int) -> Saver:
     return Saver(f"stock dcp.save, thread_count={thread_count}", "stock", save)
 
 
-def _our_saver(label: str, **options: Any) -> Saver:
+def our_saver(max_host_bytes: int | None = None, direct_io: bool | None = None) -> Saver:
+    """Returns dcp.save with our writer; None means its default."""
+    label = "dcp.save with torch_ckpt"
+    label += f", max_host_bytes={max_host_bytes >> 20} MiB" if max_host_bytes is not None else ""
+    label += f", direct_io={direct_io}" if direct_io is not None else ""
+
     def save(state: State, path: Path) -> None:
-        writer = torch_ckpt.FileSystemWriter(path, sync_files=True, **options)
+        writer = torch_ckpt.FileSystemWriter(
+            path,
+            sync_files=True,
+            max_host_bytes=max_host_bytes,
+            direct_io="auto" if direct_io is None else direct_io,
+        )
         dcp_save(state, storage_writer=writer, no_dist=True)
 
     return Saver(label, "ours", save)
-
-
-def our_saver_with_budget(max_host_bytes: int) -> Saver:
-    """Returns dcp.save with our writer, whose chunks hold at most `max_host_bytes` bytes."""
-    label = f"dcp.save with torch_ckpt, max_host_bytes={max_host_bytes >> 20} MiB"
-    return _our_saver(label, max_host_bytes=max_host_bytes)
 
 
 def _save_by_call(state: State, path: Path) -> None:
@@ -133,14 +137,17 @@ def _start_stock_with_our_writer(state: State, path: Path) -> Running:
     return Running(cast("Future[Any]", future))
 
 
-def our_background_saver(
-    staging: Literal["blocking", "overlapped"], max_host_bytes: int | None = None
-) -> BackgroundSaver:
+def our_background_saver(staging: str, max_host_bytes: int | None = None) -> BackgroundSaver:
     """Returns torch_ckpt.async_save; None for `max_host_bytes` means its default."""
     options = torch_ckpt.WriteOptions(max_host_bytes=max_host_bytes)
 
     def start(state: State, path: Path) -> Running:
-        handle = torch_ckpt.async_save(state, path, staging=staging, options=options)
+        handle = torch_ckpt.async_save(
+            state,
+            path,
+            staging="blocking" if staging == "blocking" else "overlapped",
+            options=options,
+        )
         return Running(handle.committed, handle.staged, handle)
 
     label = f"torch_ckpt.async_save, {staging}"
@@ -353,9 +360,9 @@ STOCK_SAVERS: dict[str, Saver] = {
 }
 SAVERS: dict[str, Saver] = {
     **STOCK_SAVERS,
-    "ours_dcp": _our_saver("dcp.save with torch_ckpt"),
+    "ours_dcp": our_saver(),
     "ours_call": Saver("torch_ckpt.save", "ours", _save_by_call),
-    "ours_buffered": _our_saver("dcp.save with torch_ckpt, direct_io=False", direct_io=False),
+    "ours_buffered": our_saver(direct_io=False),
 }
 LOADERS: dict[str, Loader] = {
     "stock": _loader_with("stock dcp.load", "stock", FileSystemReader),

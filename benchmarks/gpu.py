@@ -1,4 +1,4 @@
-"""Measures saves and loads of a state on a CUDA device: ``python -m benchmarks.gpu``.
+"""Measures saves and loads of a state on a CUDA device: ``python -m benchmarks.run gpu``.
 
 Each measurement runs in its own process with a time limit, and the results are written after each
 one, so a hang or a crash costs one measurement. Copies to the host are measured with a checkpoint
@@ -13,28 +13,31 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import torch_ckpt
 from torch_ckpt._base.system import mount_of
 
-from . import fresh_process, machine
-from .background import Trace, summarize
-from .contenders import DEVICE_SAVERS
-from .measure import Sample
-from .results import ContenderInfo, Group, Results, Skipped
-from .run import parse_size
+from . import fresh_process, limits, machine, pagecache, states
+from .background import Trace, summarize, trace_save
+from .contenders import DEVICE_SAVERS, LOADERS, Running, device_saver, our_background_saver
+from .measure import Contender, Sample, settle
+from .results import ContenderInfo, Group, Results
+from .sizes import parse_size
+from .states import State
+from .training import Training, one_thread
 
-#: Runs a module of this package with arguments, for at most so many seconds.
-Runner = Callable[[str, Sequence[str], float], Any]
+#: Calls a function with arguments in a fresh process, within a time limit.
+Runner = Callable[..., Any]
 
-COPIES_TO_HOST = "copies_to_host"
-ON_DISK = "on_disk"
-LOADS = "loads"
+COPIES_TO_HOST, ON_DISK, LOADS = "copies_to_host", "on_disk", "loads"
 PARTS = (COPIES_TO_HOST, LOADS, ON_DISK)
 _LIMIT_BYTES = 2_000_000_000
 # The state for the disk is as large as the disk writes in _DISK_SECONDS, within these bounds.
@@ -43,6 +46,192 @@ _DISK_BYTES = (200_000_000, 1_000_000_000)
 # With less time left a process is not started.
 _MIN_SECONDS = 8.0
 _SPARE_HOST_BYTES = 1 << 30
+_WARM_UP_STEPS = 10
+_COPIES = 5
+_WRITE_SHAPES = ("raw_direct_2x2", "raw_direct_1x4", "raw_buffered_2x1")
+_READ_SHAPES = ("raw_direct_8x4", "raw_direct_16x1", "raw_buffered_2")
+
+
+def build_state(shape: str, size: int, count: int, device: str) -> State:
+    """Builds a training state of decoder shapes ("few"), or tensors of one size ("many")."""
+    if shape == "few":
+        return states.training_state(size, count, device=device)
+    return states.small_tensors_state(count, size // count, device=device)
+
+
+def synchronize(device: str) -> None:
+    """Waits for the work of a CUDA device; does nothing for "cpu"."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _require_equal(what: object, expected: State, found: State) -> None:
+    differing = states.first_difference(expected, found)
+    if differing is not None:
+        raise AssertionError(f"{what}: {differing} is not what was saved")
+
+
+def make_round_trip(device: str) -> None:
+    """Saves a small state from a device and loads it back. compute-sanitizer runs it."""
+    state = build_state("few", 20_000_000, 60, device)
+    found = states.blank_copy(state)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "checkpoint"
+        torch_ckpt.async_save(state, path, staging="overlapped").result()
+        torch_ckpt.load(found, path)
+    _require_equal(device, state, found)
+
+
+# --- measurements, each in a process of its own --------------------------------------------------
+
+
+def measure_limits(device: str, size: int, directory: str) -> dict[str, Any]:
+    """Returns the bytes per second of single large copies and of the disk; the best of a few."""
+    on_device = torch.empty(size, dtype=torch.uint8, device=device)
+    on_device.random_()
+    found: dict[str, Any] = {}
+    for kind in ("pinned", "pageable"):
+        pinned = kind == "pinned" and device != "cpu"
+        on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        ways = {"to_host": (on_device, on_host), "to_device": (on_host, on_device)}
+        for way, (source, target) in ways.items():
+            copy = partial(_copy, source, target, device)
+            found[f"{kind}_{way}"] = size / min(_seconds(copy) for _ in range(_COPIES))
+        del on_host
+    return found | _disk_limits(Path(directory), size)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, device: str) -> None:
+    target.copy_(source, non_blocking=True)
+    synchronize(device)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _disk_limits(directory: Path, size: int) -> dict[str, float]:
+    target = directory / "raw"
+    direct = limits.direct_io_works(directory)
+    writer = limits.RawWriter()
+    found = {"disk_write": 0.0, "disk_read": 0.0}
+    for name in _WRITE_SHAPES:
+        shape = limits.WRITE_SHAPES[name]
+        if direct or not shape.direct:
+            shutil.rmtree(target, ignore_errors=True)
+            settle()
+            rate = size / _seconds(partial(writer.write, target, size, shape))
+            found["disk_write"] = max(found["disk_write"], rate)
+    files = sorted(target.iterdir())
+    for name in _READ_SHAPES:
+        read_shape = limits.READ_SHAPES[name]
+        if direct or not read_shape.direct:
+            try:
+                pagecache.evict(files)
+            except pagecache.CacheStateError:
+                break  # tmpfs consists of page cache only
+            rate = size / _seconds(partial(limits.RawReader(read_shape).read, files))
+            found["disk_read"] = max(found["disk_read"], rate)
+    shutil.rmtree(target)
+    return found
+
+
+def measure_saver(
+    name: str,
+    work: tuple[str, int, int, str],
+    directory: str,
+    saves: int,
+    idle_steps: int,
+    max_host_bytes: int | None,
+) -> dict[str, Any]:
+    """Traces the first save of the process and later saves, and the device memory of a save.
+
+    A checkpoint of our savers must load bit for bit.
+
+    Args:
+        work: arguments of build_state.
+    """
+    state, device = build_state(*work), work[3]
+    target = Path(directory) / "measured"
+    training = Training(device=device)
+
+    def step() -> None:
+        training.step()
+        synchronize(device)
+
+    with device_saver(name) as saver, one_thread():
+        if max_host_bytes is not None and saver.kind == "ours":
+            saver = our_background_saver(name.removeprefix("ours_"), max_host_bytes)
+        for _ in range(_WARM_UP_STEPS):
+            step()
+        contender = Contender(
+            name=name,
+            label=saver.label,
+            kind=saver.kind,
+            run=lambda: saver.start(state, target),
+            prepare=partial(shutil.rmtree, target, ignore_errors=True),
+        )
+        # The duration of idle steps drifts, so measure them before each save.
+        traces = [trace_save(contender, step, idle_steps) for _ in range(saves)]
+        used = _device_memory(contender, device)
+    if saver.kind == "ours":
+        found = states.blank_copy(state)
+        torch_ckpt.load(found, target)
+        _require_equal(target, state, found)
+    shutil.rmtree(target)
+    return {
+        "label": saver.label,
+        "kind": saver.kind,
+        "bytes": states.payload_bytes(state),
+        "saves": [asdict(trace) for trace in traces],
+        "device_memory_bytes": used,
+    }
+
+
+def _device_memory(contender: Contender, device: str) -> int | None:
+    """Saves once; returns the bytes of device memory that the save added, None for "cpu"."""
+    contender.prepare()
+    synchronize(device)
+    before = 0
+    if device != "cpu":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    running = contender.run()
+    assert isinstance(running, Running)
+    running.committed.result()
+    return None if device == "cpu" else torch.cuda.max_memory_allocated() - before
+
+
+def measure_loads(work: tuple[str, int, int, str], directory: str, rounds: int) -> dict[str, Any]:
+    """Times loads to the device, from the page cache and from the disk."""
+    state, device = build_state(*work), work[3]
+    path = Path(directory) / "loaded"
+    torch_ckpt.save(state, path)
+    files = sorted(path.glob("*.distcp"))
+    targets = states.blank_copy(state)
+    found: dict[str, Any] = {"bytes": states.payload_bytes(state), "warm": [], "cold": []}
+    for cache, prepare in (("warm", pagecache.warm), ("cold", pagecache.evict)):
+        for number in range(rounds):
+            for name in ("ours_call", "stock"):
+                states.wipe(targets)
+                try:
+                    prepare(files)
+                except pagecache.CacheStateError:
+                    continue  # tmpfs consists of page cache only
+                synchronize(device)
+                began = time.perf_counter()
+                LOADERS[name].load(targets, path)
+                synchronize(device)
+                seconds = time.perf_counter() - began
+                found[cache].append({"contender": name, "round": number, "wall_s": seconds})
+                _require_equal(name, state, targets)
+    shutil.rmtree(path)
+    return found
+
+
+# --- the process that starts the measurements ----------------------------------------------------
 
 
 @dataclass
@@ -57,16 +246,17 @@ class _Run:
     deadline: float
     groups: dict[str, Group] = field(default_factory=dict)
 
-    def measure(self, what: str, arguments: Sequence[object], seconds: float) -> Any | None:
-        """Returns the measurement of a process; None, and a reason in the results, if it fails."""
+    def measure(
+        self, what: str, seconds: float, function: Callable[..., Any], *arguments: Any
+    ) -> Any | None:
+        """Returns the result of a measurement; None, and the reason in the results, if it fails."""
         left = min(seconds, self.deadline - time.monotonic())
         if left < _MIN_SECONDS:
             self.skip(what, "there was no time left")
             return None
-        command = [*map(str, arguments), "--device", self.options.device]
         print(f"{what} ...", flush=True)
         try:
-            return self.run("gpu_process", command, left)
+            return self.run(function, *arguments, timeout=left)
         except Exception as error:
             self.skip(what, str(error))
             return None
@@ -74,16 +264,25 @@ class _Run:
     def skip(self, what: str, reason: str) -> None:
         """Records that something could not be measured, with the last line of the reason."""
         last = reason.strip().splitlines()[-1:]
-        self.results.skipped.append(Skipped(what, *last or [""]))
+        self.results.skipped.append({"what": what, "reason": "".join(last)})
         print(f"{what}: {reason}", flush=True)
         self.write()
 
-    def add(self, group: str, title: str, total: int, info: ContenderInfo, sample: Sample) -> None:
+    def work(self, shape: str, size: int) -> tuple[str, int, int, str]:
+        """Returns arguments of build_state."""
+        return shape, size, self.options.tensors[shape], self.options.device
+
+    def add(
+        self, group: str, shape: str, where: Path, size: int, info: ContenderInfo, sample: Sample
+    ) -> None:
         """Adds a sample to a group. Makes the group if it does not exist."""
         if group not in self.groups:
-            self.groups[group] = Group(group, title, total, [], [])
+            title = f"{size / 1e9:.3g} GB in {self.options.tensors[shape]} tensors, "
+            title += mount_of(where).file_system
+            title += f", {group.rpartition('_')[2]} page cache" if group.startswith(LOADS) else ""
+            self.groups[group] = Group(group, title, size, [], [])
             self.results.groups.append(self.groups[group])
-        if not self.groups[group].has(info.name):
+        if info not in self.groups[group].contenders:
             self.groups[group].contenders.append(info)
         self.groups[group].samples.append(sample)
 
@@ -92,111 +291,70 @@ class _Run:
         self.results.write(self.options.out)
 
 
-def _sizes(run: _Run, shape: str, total: int) -> list[object]:
-    count = run.options.tensors[shape]
-    return ["--shape", shape, "--size", total, "--tensors", count]
-
-
-def _describe_work(run: _Run, shape: str, total: int, where: Path) -> str:
-    return (
-        f"{total / 1e9:.3g} GB in {run.options.tensors[shape]} tensors, "
-        f"{mount_of(where).file_system}"
-    )
-
-
-def _measure_machine(run: _Run) -> None:
-    parameters = run.results.parameters
-    common: list[object] = ["--dir", run.directory]
-    size = min(run.options.size, _LIMIT_BYTES)
-    parameters["limits"] = run.measure("limits", ["limits", *common, "--size", size], 60) or {}
-    parameters["io"] = run.measure("io", ["io", *common], 30) or {}
-    run.write()
-
-
-def _measure_saver(run: _Run, name: str, group: str, shape: str, total: int, where: Path) -> None:
-    arguments: list[object] = [name, *_sizes(run, shape, total), "--dir", where]
-    arguments += ["--saves", run.options.saves, "--idle-steps", run.options.idle_steps]
-    if where == run.in_memory:
-        # The default, half of the free memory, may be less than the state.
-        arguments += ["--max-host-bytes", total + _SPARE_HOST_BYTES]
-    found = run.measure(f"{group}_{shape}: {name}", arguments, run.options.seconds_each)
+def _measure_saver(run: _Run, name: str, part: str, shape: str, size: int, where: Path) -> None:
+    group, options = f"{part}_{shape}", run.options
+    # The default, half of the free memory, may be less than the state.
+    budget = size + _SPARE_HOST_BYTES if where == run.in_memory else None
+    arguments = run.work(shape, size), where, options.saves, options.idle_steps, budget
+    what = f"{group}: {name}"
+    found = run.measure(what, options.seconds_each, measure_saver, name, *arguments)
     if found is None:
         return
-    traces = [Trace(**trace) for trace in found["saves"]]
-    work = _describe_work(run, shape, total, where)
     # One sample for each save: the second save of a process may still allocate memory, so a median
     # over the second and later saves describes neither.
-    for number, trace in enumerate(traces):
-        kind = "first" if number == 0 else "later"
+    for number, trace in enumerate(found["saves"]):
+        kind = "later" if number else "first"
         contender = f"{kind}_{name}"
         info = ContenderInfo(contender, f"{found['label']}: {kind}", found["kind"])
-        sample = summarize(contender, [trace], found["bytes"], round_index=number)
-        run.add(f"{group}_{shape}", work, found["bytes"], info, sample)
+        sample = summarize(contender, [Trace(**trace)], number)
+        run.add(group, shape, where, found["bytes"], info, sample)
     memory = run.results.parameters["device_memory_bytes"]
-    memory[f"{group}_{shape}.{name}"] = found["device_memory_bytes"]
+    memory[f"{group}.{name}"] = found["device_memory_bytes"]
     run.write()
 
 
-def _measure_loads(run: _Run, shape: str, total: int) -> None:
-    arguments: list[object] = ["loads", *_sizes(run, shape, total), "--dir", run.directory]
-    arguments += ["--saves", run.options.saves - 1]
-    found = run.measure(f"loads_{shape}", arguments, run.options.seconds_each)
+def _measure_loads(run: _Run, shape: str, size: int) -> None:
+    arguments = run.work(shape, size), run.directory, run.options.saves - 1
+    found = run.measure(f"loads_{shape}", run.options.seconds_each, measure_loads, *arguments)
     if found is None:
         return
-    for reason in sorted(set(found["skipped"])):
-        run.skip(f"loads_{shape}", reason)
-    for entry in found["samples"]:
-        name, group = entry["contender"], f"loads_{shape}_{entry['cache']}"
-        kind = "ours" if name.startswith("ours") else "stock"
-        label = {"ours_call": "torch_ckpt.load", "stock": "stock dcp.load"}[name]
-        sample = Sample(name, entry["round"], 0, entry["wall_s"], 0.0, found["bytes"])
-        work = f"{_describe_work(run, shape, total, run.directory)}, {entry['cache']} page cache"
-        run.add(group, work, found["bytes"], ContenderInfo(name, label, kind), sample)
+    for cache in ("warm", "cold"):
+        for sample in found[cache]:
+            loader = LOADERS[sample["contender"]]
+            info = ContenderInfo(sample["contender"], loader.label, loader.kind)
+            group = f"{LOADS}_{shape}_{cache}"
+            run.add(group, shape, run.directory, found["bytes"], info, sample)
     run.write()
-
-
-def _disk_bytes(run: _Run) -> int:
-    """Returns the size of the states to write to the disk, in bytes."""
-    if run.options.disk_size is not None:
-        return int(run.options.disk_size)
-    least, most = _DISK_BYTES
-    rate = run.results.parameters["limits"].get("disk_write", 0.0)
-    size: int = run.options.size
-    return min(size, max(least, min(most, int(rate * _DISK_SECONDS))))
 
 
 def _measure_all(run: _Run) -> None:
-    _measure_machine(run)
-    parts = run.options.only or PARTS
+    options, parameters = run.options, run.results.parameters
+    size = min(options.size, _LIMIT_BYTES)
+    parameters["limits"] = (
+        run.measure("limits", 60, measure_limits, options.device, size, run.directory) or {}
+    )
+    run.write()
+    parts = options.only or PARTS
     if COPIES_TO_HOST in parts:
-        for shape in run.options.tensors:
+        for shape in options.tensors:
             _measure_saver(
-                run, "ours_overlapped", COPIES_TO_HOST, shape, run.options.size, run.in_memory
+                run, "ours_overlapped", COPIES_TO_HOST, shape, options.size, run.in_memory
             )
-    disk_bytes = run.results.parameters["disk_bytes"] = _disk_bytes(run)
+    least, most = _DISK_BYTES
+    rate = parameters["limits"].get("disk_write", 0.0)
+    chosen = min(options.size, max(least, min(most, int(rate * _DISK_SECONDS))))
+    disk_bytes = parameters["disk_bytes"] = options.disk_size or chosen
     if LOADS in parts:
         _measure_loads(run, "few", disk_bytes)
     if ON_DISK in parts:
-        for shape in run.options.tensors:
-            for name in run.options.savers:
+        for shape in options.tensors:
+            for name in options.savers:
                 _measure_saver(run, name, ON_DISK, shape, disk_bytes, run.directory)
-
-
-def _device(device: str) -> dict[str, Any]:
-    if device == "cpu":
-        return {"name": "cpu"}
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "cuda": torch.version.cuda,
-        "count": torch.cuda.device_count(),
-    }
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
+        prog="python -m benchmarks.run gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -217,52 +375,62 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds-each", type=float, default=60.0, help="for one process")
     parser.add_argument("--dir", type=Path, default=Path("build/gpu-bench"), help="on the disk")
     parser.add_argument("--memory-dir", type=Path, default=Path("/dev/shm"), help="in memory")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-bench.json"), help="JSON file")
+    parser.add_argument(
+        "--round-trip", action="store_true", help="only save a small state and load it back"
+    )
     return parser
 
 
-def main(arguments: Sequence[str] | None = None, run: Runner = fresh_process.run) -> Results:
+def main(arguments: Sequence[str] | None = None, run: Runner = fresh_process.run) -> None:
     """Measures, and writes the results."""
     options = _parser().parse_args(arguments)
+    if options.round_trip:
+        make_round_trip(options.device)
+        return
     deadline = time.monotonic() + options.seconds
     options.tensors = {"few": options.few, "many": options.many}
     options.dir.mkdir(parents=True, exist_ok=True)
-    results = Results(
-        machine=machine.describe(options.dir),
-        parameters={
-            "size_bytes": options.size,
-            "tensors": options.tensors,
-            "rounds": 1,
-            "only": options.only,
-            "quick": options.device == "cpu",
-            "device": _device(options.device),
-            "device_memory_bytes": {},
-        },
-    )
-    directories: list[Path] = []
+    parameters = {
+        "size_bytes": options.size,
+        "tensors": options.tensors,
+        "rounds": 1,
+        "only": options.only,
+        "quick": options.device == "cpu",
+        "device": "cpu" if options.device == "cpu" else torch.cuda.get_device_name(0),
+        "device_memory_bytes": {},
+    }
+    results = Results(machine.describe(options.dir), parameters)
+    in_memory = options.dir
+    # The checkpoint and the staging memory each hold the state once.
+    if options.memory_dir.is_dir() and (
+        shutil.disk_usage(options.memory_dir).free > 2 * options.size
+    ):
+        in_memory = options.memory_dir
     try:
-        in_memory = options.dir
-        # The checkpoint and the staging memory each hold the state once.
-        if options.memory_dir.is_dir() and (
-            shutil.disk_usage(options.memory_dir).free > 2 * options.size
-        ):
-            in_memory = options.memory_dir
-        for parent in (options.dir, in_memory):
-            made = tempfile.mkdtemp(prefix="torch-ckpt-gpu-", dir=parent)
-            directories.append(Path(made).resolve())
-        _measure_all(_Run(options, results, run, directories[0], directories[1], deadline))
+        with _scratch(options.dir) as on_disk, _scratch(in_memory) as memory, ending_by_sigterm():
+            _measure_all(_Run(options, results, run, on_disk, memory, deadline))
     finally:
-        for directory in directories:
-            shutil.rmtree(directory, ignore_errors=True)
         results.write(options.out)
-    return results
 
 
-def end_by_signal(number: int, _frame: object) -> None:
-    """Raises SystemExit, so that this process also ends the processes that it started."""
-    raise SystemExit(128 + number)
+@contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(
+        prefix="torch-ckpt-gpu-", dir=parent, ignore_cleanup_errors=True
+    ) as made:
+        yield Path(made).resolve()
 
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, end_by_signal)
-    main()
+@contextmanager
+def ending_by_sigterm() -> Iterator[None]:
+    """Raises SystemExit after SIGTERM, so that this process also ends those that it started."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

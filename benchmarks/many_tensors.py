@@ -1,6 +1,6 @@
 """Measures the cost of the number of tensors, in one process.
 
-    python -m benchmarks.many_tensors --out FILE
+    python -m benchmarks.run many_tensors --out FILE
 
 Saves and loads a million plain tensors of 1 KiB: seconds, and peak memory beyond the memory before
 the call. Then saves 20,000 of them with ``async_save``, first as a new state and then unchanged:
@@ -102,7 +102,3 @@ def _measure_background(
         handle.result()
         held = 1000 * handle.metrics().python_s
         figures.setdefault(f"async_save, {kind}: GIL held, ms", []).append(held)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,11 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .contenders import Kind
 
 T = TypeVar("T")
+
+#: What one contender did in one round: its name, the round, and quantities by name. `wall_s` and
+#: `cpu_s` (user and system time of all threads, without write-back by the kernel) are in all of
+#: them. With several ranks, bytes and CPU seconds are sums, and `wall_s` is the slowest rank's.
+Sample = dict[str, Any]
 
 
 def _nothing() -> None:
@@ -29,52 +34,15 @@ class Contender:
     """A function to time, with untimed functions before and after it.
 
     `prepare` runs before `settle`, `run` is timed, and `check` raises if the run did not do its
-    work. `target` is the directory that a save writes.
+    work.
     """
 
     name: str
     label: str
     kind: Kind
     run: Callable[[], object]
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], object] = _nothing
     check: Callable[[], None] = _nothing
-    target: Path | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One timed run. CPU seconds are user and system time of all threads of this process.
-
-    Write-back by kernel threads is not included, which favours buffered writers.
-    """
-
-    contender: str
-    round: int
-    position: int
-    wall_s: float
-    cpu_s: float
-    bytes: int
-
-
-@dataclass(frozen=True)
-class ReadSample(Sample):
-    """One timed load: `bytes` is the size of the loaded tensors, `read_bytes` the bytes read.
-
-    For several ranks, bytes and CPU seconds are sums, and `wall_s` is the slowest rank's.
-    """
-
-    read_bytes: int
-
-
-@dataclass(frozen=True)
-class CallSample(Sample):
-    """Calls of one contender in one round. Seconds are for one call.
-
-    `wall_s` is the mean of `calls` calls in steps that are not saved, because a few of them query
-    the store; it is the median of all other calls. For several ranks it is the slowest rank's.
-    """
-
-    calls: int
 
 
 def bytes_read() -> int:
@@ -98,7 +66,8 @@ def order_of_round(count: int, round_index: int, rounds: int) -> list[int]:
     return [(first + step * position) % count for position in range(count)]
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """Returns the user and system seconds of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -118,44 +87,39 @@ def time_once(
     """
     settle()
     ready()
-    cpu_before = _cpu_seconds()
+    cpu_before = cpu_seconds()
     wall_before = time.perf_counter()
     run()
     wall = time.perf_counter() - wall_before
-    return wall, _cpu_seconds() - cpu_before
+    return wall, cpu_seconds() - cpu_before
 
 
-def alternate(contenders: Sequence[T], rounds: int) -> Iterator[tuple[int, int, T]]:
-    """Yields (round, position in the round, contender) in the order of timing."""
+def alternate(contenders: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yields (round, contender) in the order of timing."""
     for round_index in range(rounds):
-        order = order_of_round(len(contenders), round_index, rounds)
-        for position, index in enumerate(order):
-            yield round_index, position, contenders[index]
+        for index in order_of_round(len(contenders), round_index, rounds):
+            yield round_index, contenders[index]
 
 
 def measure_alternately(
     contenders: Sequence[Contender],
     rounds: int,
-    bytes_moved: int,
-    on_sample: Callable[[Sample], None],
+    on_sample: Callable[[Sample], object],
     *,
-    count_reads: bool = False,
     ready: Callable[[], object] = _nothing,
 ) -> list[Sample]:
-    """Times every contender once per round. With `count_reads` the samples are ReadSamples.
+    """Times every contender once per round, and counts the bytes that it reads.
 
     time_once describes `ready`.
     """
     samples: list[Sample] = []
-    for round_index, position, contender in alternate(contenders, rounds):
+    for round_index, contender in alternate(contenders, rounds):
         contender.prepare()
         read_before = bytes_read()
         wall, cpu = time_once(contender.run, ready)
         read = bytes_read() - read_before
         contender.check()
-        sample = Sample(contender.name, round_index, position, wall, cpu, bytes_moved)
-        if count_reads:
-            sample = ReadSample(**vars(sample), read_bytes=read)
-        samples.append(sample)
-        on_sample(sample)
+        sample = {"contender": contender.name, "round": round_index, "wall_s": wall}
+        samples.append(sample | {"cpu_s": cpu, "read_bytes": read})
+        on_sample(samples[-1])
     return samples

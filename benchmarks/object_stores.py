@@ -1,6 +1,6 @@
 """Saves to and loads from an S3 server, compared with obstore and with s3torchconnector.
 
-``python -m benchmarks.object_stores [--megabytes 1024] [--rounds 9] [--delay-ms 20 --rate 100]
+``python -m benchmarks.run object_stores [--megabytes 1024] [--rounds 9] [--delay-ms 20 --rate 100]
 [--ranks 2]`` starts SeaweedFS on loopback. With ``--delay-ms``, all contenders go through a proxy
 with a delay for each round trip and ``--rate`` megabytes a second for each connection.
 
@@ -13,10 +13,6 @@ turns, in the same processes. Each rank has its part of the bytes. Seconds are t
 rank, CPU seconds those of rank 0. The ratios are medians over the rounds of the time of a contender
 divided by ours, so more than 1 means that torch_ckpt is faster. Memory is the growth of the peak
 during one operation in a fresh process.
-
-With one rank, also the second of two ``async_save`` to the URL and to a directory: the time until
-the call returns, and the longest gap between two steps of a Python thread that only counts, during
-the upload and during an upload by obstore of the same bytes.
 """
 
 from __future__ import annotations
@@ -26,14 +22,11 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -46,7 +39,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import torch_ckpt
-from benchmarks import ranks, slow_network
+from benchmarks import fresh_process, ranks, slow_network
+from benchmarks.memory import measure_growth
 from scripts import object_servers
 
 _TENSORS, _OBJECTS = 32, 4
@@ -82,11 +76,6 @@ class Contenders:
     def save(self) -> None:
         options = torch_ckpt.WriteOptions(storage_options=self.options)
         torch_ckpt.save(self.state, f"s3://{self.bucket}/ours", options=options)
-
-    def async_save(self, path: str) -> torch_ckpt.AsyncSave:
-        """Starts a save to the URL, or to a directory."""
-        options = torch_ckpt.WriteOptions(storage_options=self.options)
-        return torch_ckpt.async_save(self.state, path, options=options)
 
     def load(self) -> None:
         options = torch_ckpt.ReadOptions(storage_options=self.options)
@@ -200,73 +189,12 @@ def _on_ranks(options: dict[str, str], megabytes: int, count: int, directory: Pa
     return times
 
 
-def _longest_gap(operation: Operation) -> float:
-    """Returns the longest time in seconds between two steps of a counting thread meanwhile."""
-    is_done, longest = False, 0.0
-
-    def count() -> None:
-        nonlocal longest
-        last = time.perf_counter()
-        while not is_done:
-            now = time.perf_counter()
-            longest, last = max(longest, now - last), now
-
-    counter = threading.Thread(target=count)
-    counter.start()
-    try:
-        operation()
-    finally:
-        is_done = True
-        counter.join()
-    return longest
-
-
-def _background(options: dict[str, str], megabytes: int, directory: Path) -> dict[str, float]:
-    """Returns milliseconds."""
-    contenders = Contenders(options, megabytes, 0, 1)
-    url = f"s3://{contenders.bucket}/ours"
-    paths = {
-        "async_save until the call returns, to a directory": str(directory / "checkpoint"),
-        "async_save until the call returns, to the URL": url,
-    }
-    measured = {}
-    for title, path in paths.items():
-        # The first save allocates memory, which the second uses again.
-        for _warm_up_first in range(2):
-            begun = time.perf_counter()
-            running = contenders.async_save(path)
-            measured[title] = time.perf_counter() - begun
-            running.result()
-    measured["longest gap, async_save to the URL"] = _longest_gap(
-        lambda: contenders.async_save(url).result()
-    )
-    measured["longest gap, obstore's put"] = _longest_gap(contenders.put)
-    return {title: 1e3 * seconds for title, seconds in measured.items()}
-
-
-def _peak_growth(options: dict[str, str], megabytes: int, title: str) -> float:
-    """Measures one operation in a fresh process. Returns megabytes."""
+def measure_peak(options: dict[str, str], megabytes: int, title: str) -> float:
+    """Returns the growth of this process in one operation, in MiB."""
     kind, _comma, name = title.partition(", ")
-    arguments = [json.dumps(options), str(megabytes), kind, name]
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.object_stores", "--one", *arguments],
-        stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
-    return float(run.stdout.split()[-1])
-
-
-def _measure_one(options: str, megabytes: str, kind: str, name: str) -> None:
-    contenders = Contenders(json.loads(options), int(megabytes), 0, 1)
-    before = _peak()
-    contenders.operations()[kind][name]()
-    print((_peak() - before) / 1024)
-
-
-def _peak() -> int:
-    """Returns the peak memory of this process in KiB."""
-    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1])
+    operation = Contenders(options, megabytes, 0, 1).operations()[kind][name]
+    before, peak = measure_growth(operation)
+    return (peak - before) / (1 << 20)
 
 
 @contextmanager
@@ -283,40 +211,36 @@ def _empty_server(delay_ms: float, rate: float) -> Iterator[tuple[dict[str, str]
         yield options, directory
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--rate", type=float, default=100.0)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        _measure_one(*given.one)
-        return
+    given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     times: list[Times] = []
-    background: list[dict[str, float]] = []
     for number in range(given.rounds):
         with _empty_server(given.delay_ms, given.rate) as (options, directory):
             if given.ranks > 1:
                 times.append(_on_ranks(options, given.megabytes, given.ranks, directory))
             else:
                 times.append(_alternately(options, given.megabytes, 0, 1))
-                background.append(_background(options, given.megabytes, directory))
         print(f"round {number + 1}: {times[-1]}", file=sys.stderr, flush=True)
     growth: dict[str, float] = {}
     if given.ranks == 1:
         with _empty_server(given.delay_ms, given.rate) as (options, _directory):
-            growth = {title: _peak_growth(options, given.megabytes, title) for title in times[0]}
+            growth = {
+                title: fresh_process.run(measure_peak, options, given.megabytes, title)
+                for title in times[0]
+            }
     print(f"torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores")
     network = f"{given.delay_ms:g} ms, {given.rate:g} MB/s" if given.delay_ms else "loopback"
     print(
         f"SeaweedFS, {given.megabytes} MiB, {given.ranks} ranks, {given.rounds} rounds, {network}"
     )
     _print_times(times, growth)
-    _print_background(background)
 
 
 def _print_times(times: list[Times], growth: dict[str, float]) -> None:
@@ -332,17 +256,3 @@ def _print_times(times: list[Times], growth: dict[str, float]) -> None:
         print(
             f"| {title} | {seconds:.2f} | {cpu:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} | {peak} |"
         )
-
-
-def _print_background(rounds: list[dict[str, float]]) -> None:
-    if not rounds:
-        return
-    print("| | milliseconds: median | least | most |")
-    print("|---|---|---|---|")
-    for title in rounds[0]:
-        found = [measured[title] for measured in rounds]
-        print(f"| {title} | {statistics.median(found):.1f} | {min(found):.1f} | {max(found):.1f} |")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,12 @@
 """Measures the coordinator of a save for many ranks, in one process that simulates the ranks.
 
-    python -m benchmarks.planning --ranks 1024 --tensors 300 --steady --stock --out FILE
+    python -m benchmarks.run planning --ranks 1024 --tensors 300 --steady --out FILE
 
 All simulated ranks have DTensors of the same names, sharded by rows over all ranks, with 16 KiB of
 each on a rank. States, messages, plan and metadata are made as by ``torch_ckpt.save``, step by step
 in one thread, over a store in this process. Nothing is written. ``--steady`` adds a save of the
-unchanged state, which reuses the plan. ``--stock`` makes the same plan with torch's planner, too.
-Prints median seconds and bytes of each part, and the number of messages of all ranks.
+unchanged state, which reuses the plan. Prints median seconds and bytes of each part, and the number
+of messages of all ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ckpt import _core
@@ -72,17 +70,15 @@ class Simulation:
     Args:
         world: number of simulated ranks.
         tensors: number of tensors on each rank.
-        stock: plan with torch's planner, too.
 
     Attributes:
         messages: number of messages of all ranks in a save, by kind of save.
         bytes: sizes of the messages and of the metadata.
     """
 
-    def __init__(self, world: int, tensors: int, stock: bool) -> None:
+    def __init__(self, world: int, tensors: int) -> None:
         self.world = world
         self.states: list[SaveState] = []
-        self.local_plans: list[SavePlan] = []
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
         self.messages: dict[str, int] = {}
@@ -95,9 +91,6 @@ class Simulation:
             with ranks.mesh_without_peers(world, rank):
                 walk = partial(_planned_state, state)
                 self.states.append(self._timed("state, each rank", walk))
-                if stock:
-                    local_plan = partial(_local_plan, state)
-                    self.local_plans.append(self._timed("stock: local plan, each rank", local_plan))
 
     def run(self, steady: bool = False) -> None:
         """Saves, decodes the metadata; if `steady`, saves the unchanged state again."""
@@ -108,9 +101,6 @@ class Simulation:
         if steady:
             again = decode_index(self._save("unchanged", plans), "simulation")
             assert len(again) == len(index)
-        if self.local_plans:
-            planner = DefaultSavePlanner()
-            self._timed("stock: plan", lambda: planner.create_global_plan(self.local_plans))
 
     def measure_memory(self, steady: bool = False) -> dict[str, int]:
         """Returns the growth of this process in each part, in bytes.
@@ -230,12 +220,6 @@ def _planned_state(state_dict: dict[str, Any]) -> SaveState:
     return state
 
 
-def _local_plan(state: dict[str, Any]) -> SavePlan:
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, is_coordinator=True)
-    return planner.create_local_plan()
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Prints the parts; returns the content of ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -243,10 +227,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tensors", type=int, default=300, help="of each rank (default 300)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steady", action="store_true", help="saves of an unchanged state, too")
-    parser.add_argument("--stock", action="store_true", help="torch's planner, too")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(arguments)
-    simulation = Simulation(options.ranks, options.tensors, options.stock)
+    simulation = Simulation(options.ranks, options.tensors)
     for _ in range(options.rounds):
         simulation.run(options.steady)
     seconds = simulation.medians()
@@ -273,7 +256,3 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from . import pagecache, states
 from .contenders import RANK_LOADERS, RANK_SAVERS
-from .measure import Contender, ReadSample, measure_alternately
+from .fresh_process import environment_of, start_store
+from .measure import Contender, Sample, measure_alternately
 from .states import State
 
-_ADDRESS = "127.0.0.1"
 _SAMPLES = "samples.json"
 
 
@@ -83,22 +83,21 @@ def load(
     world: int,
     content: Content,
     loads: Sequence[RankLoad],
-    *,
     rounds: int,
-    cold: bool,
+    set_cache: Callable[[Sequence[Path]], None],
     directory: Path,
-) -> list[ReadSample]:
+) -> list[Sample]:
     """Times the loads alternately on `world` ranks, which write their samples to `directory`.
 
     Raises:
-        CacheStateError: the files cannot be read into the page cache, or evicted if `cold`.
+        CacheStateError: the page cache cannot be set for the files.
     """
-    set_cache = pagecache.evict if cold else pagecache.warm
     for entry in loads:
         # Fail before the ranks start.
         set_cache(_files(entry.path))
     run(world, partial(_load, content, loads, rounds, set_cache, directory))
-    return [ReadSample(**entry) for entry in json.loads((directory / _SAMPLES).read_text())]
+    samples: list[Sample] = json.loads((directory / _SAMPLES).read_text())
+    return samples
 
 
 def _files(path: Path) -> list[Path]:
@@ -114,10 +113,7 @@ def run(world: int, work: Callable[[], None]) -> None:
     """
     # The first DTensor imports torch._dynamo, which takes as long as all other work of a rank.
     multiprocessing.set_forkserver_preload(["benchmarks.ranks", "torch._dynamo"])
-    # As under torchrun, the store outlives every rank.
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        _ADDRESS, 0, is_master=True, wait_for_workers=False
-    )
+    store = start_store()
     try:
         start_processes(  # type: ignore[no-untyped-call]
             _on_rank, (world, store.port, work), nprocs=world, start_method="forkserver"
@@ -130,15 +126,7 @@ def run(world: int, work: Callable[[], None]) -> None:
 
 
 def _on_rank(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
-    os.environ |= {
-        "MASTER_ADDR": _ADDRESS,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
+    os.environ |= environment_of(rank, world, port)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
@@ -193,29 +181,26 @@ def _load(
     for contender in entries:
         # Warm up imports, thread pools and connections between the ranks.
         contender.run()
-    own = measure_alternately(
-        entries,
-        rounds,
-        states.payload_bytes(target),
-        lambda _sample: None,
-        count_reads=True,
-        ready=dist.barrier,
-    )
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, own)
+    size = states.payload_bytes(target)
+    own = measure_alternately(entries, rounds, lambda _sample: None, ready=dist.barrier)
+    merged = merge([{**sample, "bytes": size} for sample in own])
     if first:
-        merged = [asdict(_merge(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
         (directory / _SAMPLES).write_text(json.dumps(merged))
 
 
-def _merge(of_ranks: Sequence[ReadSample]) -> ReadSample:
-    """Merges the samples of all ranks: sums of bytes and CPU seconds, and the longest time."""
-    return ReadSample(
-        contender=of_ranks[0].contender,
-        round=of_ranks[0].round,
-        position=of_ranks[0].position,
-        wall_s=max(sample.wall_s for sample in of_ranks),
-        cpu_s=sum(sample.cpu_s for sample in of_ranks),
-        bytes=sum(sample.bytes for sample in of_ranks),
-        read_bytes=sum(sample.read_bytes for sample in of_ranks),
-    )
+def merge(own: Sequence[Sample]) -> list[Sample]:
+    """Merges the samples of all ranks: the longest time, and sums of the other numbers."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    return [
+        {
+            **of_ranks[0],
+            "wall_s": max(sample["wall_s"] for sample in of_ranks),
+            **{
+                name: sum(sample[name] for sample in of_ranks)
+                for name in ("cpu_s", "bytes", "read_bytes")
+                if name in of_ranks[0]
+            },
+        }
+        for of_ranks in zip(*by_rank, strict=True)
+    ]

@@ -2,7 +2,7 @@
 # On a machine with a CUDA device and without network: builds the extension from this tree and the
 # folder that `make gpu-kit` has filled, tests it, trains with it and measures it. Each part has a
 # time limit of its own. All parts end within eight minutes, plus the seconds by which BUILD_SECONDS
-# exceeds 150. The last 60 lines are a table.
+# exceeds 150. The last lines, at most 60, are tables.
 #   OUT      folder for record.json and a log for each part (default build/gpu-run)
 #   GPU_KIT  what `make gpu-kit` has filled (default build/gpu-kit)
 #   PYTHON   the interpreter that has torch (default python3)
@@ -74,7 +74,7 @@ sanitizer() {
     # torch calls functions of the runtime that fail, and expects it.
     memcheck=(compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9)
   fi
-  "${memcheck[@]}" "$python" -m benchmarks.gpu_roundtrip --device "$on"
+  "${memcheck[@]}" "$python" -m benchmarks.run gpu --round-trip --device "$on"
 }
 
 export -f build sanitizer
@@ -93,8 +93,9 @@ mapfile -t tests < <(find tests/python -name 'test_cuda*.py' | sort)
 part build "$build_seconds" bash -c build
 part tests 100 "$python" -m pytest -q -p no:cacheprovider "${tests[@]}"
 part sanitizer 60 bash -c sanitizer
-part training 80 "$python" -m benchmarks.gpu_training --device "$on" --out "$out/training.json" \
+part training 80 "$python" -m tests.gpu_training --device "$on" --out "$out/training.json" \
   "${training[@]}"
-part figures 220 "$python" -m benchmarks.gpu --device "$on" --out "$out/figures.json" "${figures[@]}"
+part figures 220 "$python" -m benchmarks.run gpu --device "$on" --out "$out/figures.json" \
+  "${figures[@]}"
 
 exec "$python" -m benchmarks.gpu_record "$out" "$device"

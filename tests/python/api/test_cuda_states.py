@@ -268,7 +268,7 @@ ENVIRONMENTS = {
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_a_state_makes_the_round_trip_in_a_fresh_process(name: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_roundtrip"]
+    command = [sys.executable, "-m", "benchmarks.run", "gpu", "--round-trip"]
     environment = os.environ | ENVIRONMENTS[name]
     ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

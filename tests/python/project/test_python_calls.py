@@ -20,7 +20,7 @@ MOST = {"save, unchanged plan": 86, "save, new name": 88, "async_save": 110, "lo
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the names of nested functions")
 def test_saves_and_loads_enter_no_more_functions_than_before(tmp_path: Path) -> None:
     out = tmp_path / "functions.json"
-    command = [sys.executable, "-m", "benchmarks.python_calls", "--out", str(out)]
+    command = [sys.executable, "-m", "tests.python_calls", "--out", str(out)]
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300)
     entered = {operation: len(names) for operation, names in json.loads(out.read_text()).items()}
     assert entered.keys() == MOST.keys()

@@ -1,11 +1,11 @@
 """Trains with FSDP2 and AdamW on a CUDA device, is killed, resumes, and compares the losses.
 
-`python -m benchmarks.gpu_training --out FILE` runs every variant. The reference trains without
+`python -m tests.gpu_training --out FILE` runs every variant. The reference trains without
 saves. A variant trains with a CheckpointManager that saves each step in the background. SIGKILL
 ends it, and another process resumes it. Every loss before and after the kill must equal the
 reference's loss bit for bit. With `--device cpu` the same code runs on gloo.
 
-`python -m benchmarks.gpu_training --train VARIANT ...` is one such process. It prints
+`python -m tests.gpu_training --train VARIANT ...` is one such process. It prints
 "restored STEP", and after each step "STEP LOSS", the loss as a hexadecimal number.
 """
 
@@ -34,9 +34,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torch_ckpt
-
-from .contenders import single_rank_group
-from .gpu import end_by_signal
+from benchmarks.contenders import single_rank_group
+from benchmarks.gpu import ending_by_sigterm
 
 _WORDS = 64
 _BATCH = 4
@@ -258,7 +257,7 @@ def _run(
     name: str, options: argparse.Namespace, directory: Path, kill_after: int = 0
 ) -> TrainingRun:
     """Trains in another process and kills it when it reports step `kill_after`."""
-    command = [sys.executable, "-m", "benchmarks.gpu_training", "--train", name]
+    command = [sys.executable, "-m", "tests.gpu_training", "--train", name]
     command += ["--device", options.device, "--steps", str(options.steps)]
     command += ["--width", str(options.width), "--layers", str(options.layers)]
     environment = os.environ | VARIANTS[name].environment
@@ -331,7 +330,7 @@ def _difference(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_training",
+        prog="python -m tests.gpu_training",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -384,6 +383,5 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, end_by_signal)
-    if any(outcome.failure for outcome in main()):
-        sys.exit(1)
+    with ending_by_sigterm():
+        sys.exit(any(outcome.failure for outcome in main()))

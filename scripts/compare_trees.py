@@ -1,7 +1,7 @@
 """Measures the cost of a change: compares this tree with another tree of torch_ckpt.
 
     git worktree add ../before COMMIT && (cd ../before && make build)
-    python -m benchmarks.trees ../before --size 2GB --rounds 7 --out benchmarks/results/NAME.json
+    python -m scripts.compare_trees ../before --size 2GB --rounds 7 --out build/trees.json
 
 In each round each tree saves and loads in a new process; both use the same state and disk. With
 --dtensors, two gloo ranks save and load DTensors instead, sharded by rows, with 1 KiB of each on
@@ -95,13 +95,15 @@ class _Tree:
         # The tree comes before the installed package. The benchmarks are always this tree's.
         paths = [str(path), str(THIS_TREE)]
         # Other benchmarks import names that the other tree may not have.
-        code = f"from benchmarks.trees import work; work({work_of_rank}, {str(directory)!r})"
+        code = f"from scripts.compare_trees import work; work({work_of_rank}, {str(directory)!r})"
         if path != THIS_TREE:
             code = f"import sys; import torch_ckpt; sys.path.remove({paths[0]!r}); {code}"
         environments: list[Mapping[str, str]] = [os.environ]
         if ranks > 1:
             self._store = start_store()
-            environments = [environment_of(rank, ranks, self._store.port) for rank in range(ranks)]
+            environments = [
+                os.environ | environment_of(rank, ranks, self._store.port) for rank in range(ranks)
+            ]
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -210,11 +212,12 @@ def _ratios(samples: list[dict[str, Any]], job: str) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    from benchmarks.run import parse_size
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the ratios."""
+    from benchmarks.sizes import parse_size
 
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.trees",
+        prog="python -m scripts.compare_trees",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -225,17 +228,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", type=Path, default=Path("build/bench"))
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.other is None:
+    options = parser.parse_args(arguments)
+    if options.other is None:
         parser.error("pass the path of another built tree")
-    arguments.dir.mkdir(parents=True, exist_ok=True)
+    options.dir.mkdir(parents=True, exist_ok=True)
     found = _compare(
-        arguments.other.resolve(),
-        arguments.size,
-        arguments.small_tensors,
-        arguments.dtensors,
-        arguments.rounds,
-        arguments.dir.resolve(),
+        options.other.resolve(),
+        options.size,
+        options.small_tensors,
+        options.dtensors,
+        options.rounds,
+        options.dir.resolve(),
     )
     for job, ratios in found["ratios"].items():
         print(
@@ -243,8 +246,8 @@ def main() -> None:
             f"({ratios['least wall_s']:.3f} to {ratios['most wall_s']:.3f})  "
             f"CPU {ratios['cpu_s']:.3f} ({ratios['least cpu_s']:.3f} to {ratios['most cpu_s']:.3f})"
         )
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

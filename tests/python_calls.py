@@ -1,6 +1,6 @@
 """Counts the Python functions of torch_ckpt that a save and a load enter on rank 0 of two ranks.
 
-    python -m benchmarks.python_calls [--list] [--out FILE]
+    python -m tests.python_calls [--list] [--out FILE]
 
 The state has 20 DTensors, a tensor and a number. Each operation runs once before it is counted, so
 imports and caches are not part of it. The count is the number of distinct functions on all threads,
@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -27,9 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ckpt
+from benchmarks import fresh_process
 from torch_ckpt.ranks import exchange
-
-from . import fresh_process
 
 _PACKAGE = f"{Path(torch_ckpt.__file__).parent}{os.sep}"
 _RANKS = 2
@@ -80,8 +79,9 @@ def state_with(names: list[str]) -> dict[str, Any]:
     return state | {"tensor": torch.ones(4), "step": 1}
 
 
-def count_on_rank(root: Path) -> dict[str, list[str]]:
+def count_on_rank(directory: str) -> dict[str, list[str]]:
     """Counts each operation in this process, a rank of two."""
+    root = Path(directory)
     recorder = Recorder()
     exchange._HEARTBEAT_SECONDS = _HEARTBEAT_SECONDS
     dist.init_process_group("gloo")
@@ -115,28 +115,27 @@ def count_on_rank(root: Path) -> dict[str, list[str]]:
     return found
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Starts two ranks and prints the counts of rank 0, or writes them with the names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the names of the functions")
     parser.add_argument("--out", type=Path, help="JSON file for the names of the functions")
-    parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank_in is not None:
-        print(json.dumps(count_on_rank(arguments.rank_in)))
-        return
+    options = parser.parse_args(arguments)
     root = tempfile.mkdtemp()
     try:
-        found = fresh_process.run_ranks("python_calls", ["--rank-in", root], _RANKS)[0]
+        found = fresh_process.run_ranks(count_on_rank, root, world=_RANKS)[0]
     finally:
         shutil.rmtree(root)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
     for operation, functions in found.items():
         print(f"{len(functions):4d}  {operation}")
-        if arguments.list:
+        if options.list:
             print("".join(f"      {name}\n" for name in functions), end="")
 
 
 if __name__ == "__main__":
-    main()
+    # Not the function of __main__, which a rank could not import.
+    from tests.python_calls import main as run
+
+    run()
