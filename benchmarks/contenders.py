@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -106,20 +107,21 @@ def our_saver(max_host_bytes: int | None = None, direct_io: bool | None = None) 
     return Saver(label, "ours", save)
 
 
-def _save_by_call(state: State, path: Path) -> None:
-    torch_ckpt.save(state, path)
-
-
 def _stock_background_saver(
-    label: str, *, process: bool = False, stager: DefaultStager | None = None
+    label: str,
+    *,
+    process: bool = False,
+    stager: DefaultStager | None = None,
+    writer: Callable[..., FileSystemWriter] = FileSystemWriter,
+    kind: Kind = "stock",
 ) -> BackgroundSaver:
-    kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+    where = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
 
     def start(state: State, path: Path) -> Running:
         response = dcp_async_save(
             state,
-            storage_writer=FileSystemWriter(path, sync_files=True),
-            async_checkpointer_type=kind,
+            storage_writer=writer(path, sync_files=True),
+            async_checkpointer_type=where,
             async_stager=stager,
             # torch's checkpoint process needs a process group.
             no_dist=not process,
@@ -128,13 +130,7 @@ def _stock_background_saver(
             return Running(response.upload_completion, response.staging_completion)
         return Running(response)
 
-    return BackgroundSaver(label, "stock", start)
-
-
-def _start_stock_with_our_writer(state: State, path: Path) -> Running:
-    writer = torch_ckpt.FileSystemWriter(path, sync_files=True)
-    future = dcp_async_save(state, storage_writer=writer, no_dist=True)
-    return Running(cast("Future[Any]", future))
+    return BackgroundSaver(label, kind, start)
 
 
 def our_background_saver(staging: str, max_host_bytes: int | None = None) -> BackgroundSaver:
@@ -181,10 +177,10 @@ def background_savers() -> Iterator[dict[str, BackgroundSaver]]:
                 "stock dcp.async_save, thread, DefaultStager kept", stager=stager
             ),
             "stock_process": _stock_background_saver("stock dcp.async_save, process", process=True),
-            "ours_writer": BackgroundSaver(
+            "ours_writer": _stock_background_saver(
                 "stock dcp.async_save with torch_ckpt's writer",
-                "ours",
-                _start_stock_with_our_writer,
+                writer=torch_ckpt.FileSystemWriter,
+                kind="ours",
             ),
             "ours_blocking": our_background_saver("blocking"),
             "ours_overlapped": our_background_saver("overlapped"),
@@ -290,8 +286,14 @@ def _loader_with(
     return Loader(label, kind, load)
 
 
-def _read_within_budget(path: Path) -> FileSystemReader:
-    return torch_ckpt.FileSystemReader(path, max_inflight_bytes=LOAD_BUDGET_BYTES)
+def _our_loader(**options: Any) -> Loader:
+    """Returns torch_ckpt.load with these options."""
+
+    def load(state: State, path: Path) -> None:
+        torch_ckpt.load(state, path, options=torch_ckpt.ReadOptions(**options))
+
+    label = ", ".join(["torch_ckpt.load", *(f"{name}={value}" for name, value in options.items())])
+    return Loader(label, "ours", load)
 
 
 # Files that a program can map into memory, to copy the tensors from them. Neither loader verifies
@@ -335,20 +337,8 @@ def _load_safetensors(state: State, path: Path) -> None:
     states.fill(state, torch.load(path / _OTHERS_FILE) | load_file(path / _SAFETENSORS_FILE))
 
 
-def _load_unverified(state: State, path: Path) -> None:
-    torch_ckpt.load(state, path, options=torch_ckpt.ReadOptions(verify=False))
-
-
-def _load_by_call(state: State, path: Path) -> None:
-    torch_ckpt.load(state, path)
-
-
-def _load_read_once(state: State, path: Path) -> None:
-    torch_ckpt.load(state, path, options=torch_ckpt.ReadOptions(read_once=True))
-
-
-def _load_directly(state: State, path: Path) -> None:
-    torch_ckpt.load(state, path, options=torch_ckpt.ReadOptions(direct_io=True))
+def _save_by_call(state: State, path: Path) -> None:
+    torch_ckpt.save(state, path)
 
 
 def _save_stock_by_ranks(state: State, path: Path) -> None:
@@ -375,10 +365,10 @@ LOADERS: dict[str, Loader] = {
     "ours_budget": _loader_with(
         f"dcp.load with torch_ckpt, max_inflight_bytes={LOAD_BUDGET_BYTES >> 20} MiB",
         "ours",
-        _read_within_budget,
+        partial(torch_ckpt.FileSystemReader, max_inflight_bytes=LOAD_BUDGET_BYTES),
     ),
-    "ours_call": Loader("torch_ckpt.load", "ours", _load_by_call),
-    "ours_unverified": Loader("torch_ckpt.load, verify=False", "ours", _load_unverified),
+    "ours_call": _our_loader(),
+    "ours_unverified": _our_loader(verify=False),
 }
 # Savers and loaders of single files, which neither need nor support a process group.
 MAPPED_SAVERS: dict[str, Saver] = {
@@ -400,6 +390,6 @@ RANK_LOADERS: dict[str, Loader] = {
         "dcp.load with torch_ckpt", "ours", torch_ckpt.FileSystemReader, no_dist=False
     ),
     "ours_each": LOADERS["ours_call"],
-    "ours_once": Loader("torch_ckpt.load, read_once=True", "ours", _load_read_once),
-    "ours_direct": Loader("torch_ckpt.load, direct_io=True", "ours", _load_directly),
+    "ours_once": _our_loader(read_once=True),
+    "ours_direct": _our_loader(direct_io=True),
 }

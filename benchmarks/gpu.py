@@ -27,7 +27,7 @@ from torch_ckpt._base.system import mount_of
 
 from . import fresh_process, limits, machine, pagecache, states
 from .background import Trace, summarize, trace_save
-from .contenders import DEVICE_SAVERS, LOADERS, Running, device_saver, our_background_saver
+from .contenders import DEVICE_SAVERS, LOADERS, device_saver, our_background_saver
 from .measure import Contender, Sample, settle
 from .results import ContenderInfo, Group, Results
 from .sizes import parse_size
@@ -40,16 +40,11 @@ Runner = Callable[..., Any]
 COPIES_TO_HOST, ON_DISK, LOADS = "copies_to_host", "on_disk", "loads"
 PARTS = (COPIES_TO_HOST, LOADS, ON_DISK)
 _LIMIT_BYTES = 2_000_000_000
-# The state for the disk is as large as the disk writes in _DISK_SECONDS, within these bounds.
-_DISK_SECONDS = 1.0
-_DISK_BYTES = (200_000_000, 1_000_000_000)
 # With less time left a process is not started.
 _MIN_SECONDS = 8.0
 _SPARE_HOST_BYTES = 1 << 30
 _WARM_UP_STEPS = 10
 _COPIES = 5
-_WRITE_SHAPES = ("raw_direct_2x2", "raw_direct_1x4", "raw_buffered_2x1")
-_READ_SHAPES = ("raw_direct_8x4", "raw_direct_16x1", "raw_buffered_2")
 
 
 def build_state(shape: str, size: int, count: int, device: str) -> State:
@@ -86,7 +81,7 @@ def make_round_trip(device: str) -> None:
 
 
 def measure_limits(device: str, size: int, directory: str) -> dict[str, Any]:
-    """Returns the bytes per second of single large copies and of the disk; the best of a few."""
+    """Returns the bytes per second of the best of a few large copies, and of the disk."""
     on_device = torch.empty(size, dtype=torch.uint8, device=device)
     on_device.random_()
     found: dict[str, Any] = {}
@@ -98,7 +93,15 @@ def measure_limits(device: str, size: int, directory: str) -> dict[str, Any]:
             copy = partial(_copy, source, target, device)
             found[f"{kind}_{way}"] = size / min(_seconds(copy) for _ in range(_COPIES))
         del on_host
-    return found | _disk_limits(Path(directory), size)
+    path = Path(directory) / "raw"
+    if limits.direct_io_works(path.parent):
+        write = partial(limits.RawWriter().write, path, size, limits.WRITE_SHAPES["raw_direct_2x2"])
+        settle()
+        found["disk_write"] = size / _seconds(write)
+        read = limits.RawReader(limits.READ_SHAPES["raw_direct_8x4"]).read
+        found["disk_read"] = size / _seconds(partial(read, sorted(path.iterdir())))
+        shutil.rmtree(path)
+    return found
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, device: str) -> None:
@@ -112,32 +115,6 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _disk_limits(directory: Path, size: int) -> dict[str, float]:
-    target = directory / "raw"
-    direct = limits.direct_io_works(directory)
-    writer = limits.RawWriter()
-    found = {"disk_write": 0.0, "disk_read": 0.0}
-    for name in _WRITE_SHAPES:
-        shape = limits.WRITE_SHAPES[name]
-        if direct or not shape.direct:
-            shutil.rmtree(target, ignore_errors=True)
-            settle()
-            rate = size / _seconds(partial(writer.write, target, size, shape))
-            found["disk_write"] = max(found["disk_write"], rate)
-    files = sorted(target.iterdir())
-    for name in _READ_SHAPES:
-        read_shape = limits.READ_SHAPES[name]
-        if direct or not read_shape.direct:
-            try:
-                pagecache.evict(files)
-            except pagecache.CacheStateError:
-                break  # tmpfs consists of page cache only
-            rate = size / _seconds(partial(limits.RawReader(read_shape).read, files))
-            found["disk_read"] = max(found["disk_read"], rate)
-    shutil.rmtree(target)
-    return found
-
-
 def measure_saver(
     name: str,
     work: tuple[str, int, int, str],
@@ -146,7 +123,7 @@ def measure_saver(
     idle_steps: int,
     max_host_bytes: int | None,
 ) -> dict[str, Any]:
-    """Traces the first save of the process and later saves, and the device memory of a save.
+    """Traces the first save of the process and later saves.
 
     A checkpoint of our savers must load bit for bit.
 
@@ -175,7 +152,6 @@ def measure_saver(
         )
         # The duration of idle steps drifts, so measure them before each save.
         traces = [trace_save(contender, step, idle_steps) for _ in range(saves)]
-        used = _device_memory(contender, device)
     if saver.kind == "ours":
         found = states.blank_copy(state)
         torch_ckpt.load(found, target)
@@ -186,22 +162,7 @@ def measure_saver(
         "kind": saver.kind,
         "bytes": states.payload_bytes(state),
         "saves": [asdict(trace) for trace in traces],
-        "device_memory_bytes": used,
     }
-
-
-def _device_memory(contender: Contender, device: str) -> int | None:
-    """Saves once; returns the bytes of device memory that the save added, None for "cpu"."""
-    contender.prepare()
-    synchronize(device)
-    before = 0
-    if device != "cpu":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    running = contender.run()
-    assert isinstance(running, Running)
-    running.committed.result()
-    return None if device == "cpu" else torch.cuda.max_memory_allocated() - before
 
 
 def measure_loads(work: tuple[str, int, int, str], directory: str, rounds: int) -> dict[str, Any]:
@@ -308,8 +269,6 @@ def _measure_saver(run: _Run, name: str, part: str, shape: str, size: int, where
         info = ContenderInfo(contender, f"{found['label']}: {kind}", found["kind"])
         sample = summarize(contender, [Trace(**trace)], number)
         run.add(group, shape, where, found["bytes"], info, sample)
-    memory = run.results.parameters["device_memory_bytes"]
-    memory[f"{group}.{name}"] = found["device_memory_bytes"]
     run.write()
 
 
@@ -340,16 +299,12 @@ def _measure_all(run: _Run) -> None:
             _measure_saver(
                 run, "ours_overlapped", COPIES_TO_HOST, shape, options.size, run.in_memory
             )
-    least, most = _DISK_BYTES
-    rate = parameters["limits"].get("disk_write", 0.0)
-    chosen = min(options.size, max(least, min(most, int(rate * _DISK_SECONDS))))
-    disk_bytes = parameters["disk_bytes"] = options.disk_size or chosen
     if LOADS in parts:
-        _measure_loads(run, "few", disk_bytes)
+        _measure_loads(run, "few", options.disk_size)
     if ON_DISK in parts:
         for shape in options.tensors:
             for name in options.savers:
-                _measure_saver(run, name, ON_DISK, shape, disk_bytes, run.directory)
+                _measure_saver(run, name, ON_DISK, shape, options.disk_size, run.directory)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -361,9 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--size", type=parse_size, default=parse_size("4GB"), help="of the state")
     parser.add_argument(
-        "--disk-size",
-        type=parse_size,
-        help="on the disk (default what it writes in a second, at most 1 GB)",
+        "--disk-size", type=parse_size, default=parse_size("1GB"), help="of the state on the disk"
     )
     parser.add_argument("--few", type=int, default=300, help="tensors (default %(default)s)")
     parser.add_argument("--many", type=int, default=20_000, help="tensors (default %(default)s)")
@@ -398,7 +351,6 @@ def main(arguments: Sequence[str] | None = None, run: Runner = fresh_process.run
         "only": options.only,
         "quick": options.device == "cpu",
         "device": "cpu" if options.device == "cpu" else torch.cuda.get_device_name(0),
-        "device_memory_bytes": {},
     }
     results = Results(machine.describe(options.dir), parameters)
     in_memory = options.dir

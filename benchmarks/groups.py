@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import torch_ckpt
 
 from . import contenders, fresh_process, limits, memory, pagecache, ranks, states
 from .background import Trace, summarize, trace_save, trace_saves
 from .contenders import LOADERS, MAPPED_LOADERS, MAPPED_SAVERS, SAVERS, BackgroundSaver, Loader
-from .measure import Contender, Sample, alternate, measure_alternately
+from .measure import Contender, Sample, alternate, measure_alternately, time_once
 from .results import ContenderInfo, Group, Results, readable_size
 from .states import State
 from .training import Training, one_thread
@@ -418,6 +421,62 @@ def save_and_load_small_tensors(run: Run) -> None:
                 _loader(loader, LOADERS[loader], state, target, scratch / saver, pagecache.warm)
             )
         run.measure("small_load", f"Load {what}, warm page cache", total, entries)
+
+
+_MANY = 50  # times as many as in the group of small tensors
+
+
+def save_and_load_many_tensors(run: Run) -> None:
+    """Times a save and a load of a million tensors without fsync, and measures their memory.
+
+    Also measures for how long the thread of a background save of fewer tensors holds the GIL, first
+    for a new state and then for the same state.
+    """
+    few, many = run.effort.small_tensors, _MANY * run.effort.small_tensors
+    options = torch_ckpt.WriteOptions(sync_files=False)
+    state = states.small_tensors_state(many)
+    title = f"{many:,} tensors of 1 KiB, without fsync, warm page cache"
+    run.begin(title)
+    samples: list[Sample] = []
+    held: list[Sample] = []
+    with run.scratch("many") as path:
+        calls: dict[str, Callable[[], object]] = {
+            "save": lambda: torch_ckpt.save(state, path / "many", options=options),
+            "load": lambda: torch_ckpt.load(state, path / "many"),
+        }
+        for number in range(run.effort.rounds):
+            for name, call in calls.items():
+                if name == "load":
+                    states.wipe(state)
+                samples.append({"contender": name, "round": number, **_time_and_memory(call)})
+                run.show(name, samples[-1])
+            if not all(map(torch.count_nonzero, states.tensors(state))):
+                raise WrongResultError("torch_ckpt.load left a tensor at zero")
+            shutil.rmtree(path / "many")
+            # A new name prevents the reuse of the previous round's plan.
+            small = {f"round {number}": torch.zeros(1), **dict(islice(state.items(), few))}
+            for name in ("new", "unchanged"):
+                handle = torch_ckpt.async_save(
+                    small, path / "few", options=options, warn_unchanged=False
+                )
+                handle.result()
+                seconds = handle.metrics().python_s
+                held.append({"contender": name, "round": number, "python_s": seconds})
+    infos = [ContenderInfo(name, f"torch_ckpt.{name}", "ours") for name in calls]
+    run.add("many", title, states.payload_bytes(state), infos, samples)
+    title = f"async_save of {few:,} tensors of 1 KiB"
+    infos = [ContenderInfo(name, f"{name} state", "ours") for name in ("new", "unchanged")]
+    run.add("many_background", title, 1024 * few, infos, held)
+
+
+def _time_and_memory(call: Callable[[], object]) -> dict[str, float]:
+    found: dict[str, float] = {}
+
+    def timed() -> None:
+        found["wall_s"], found["cpu_s"] = time_once(call)
+
+    before, peak = memory.measure_growth(timed)
+    return {**found, "growth_bytes": peak - before}
 
 
 def measure_memory(run: Run) -> None:

@@ -37,29 +37,41 @@ def _aligned_memory(size: int) -> mmap.mmap:
 
 
 @dataclass(frozen=True)
-class WriteShape:
-    """Layout of a raw write. The fastest one depends on the disk, so several are measured."""
+class Shape:
+    """Layout of raw writes or reads. The fastest depends on the disk, so several are measured.
 
-    files: int
-    in_flight_per_file: int
+    A write has `in_flight` blocks for each of `files` files. A read reads the files that exist.
+    """
+
     direct: bool
+    in_flight: int
+    files: int = 0
+    block_bytes: int = BLOCK_BYTES
 
     @property
     def label(self) -> str:
         """Label in tables, such as 'raw direct write, 2 files x 2 in flight'."""
         way = "direct" if self.direct else "buffered"
+        if not self.files:
+            size = self.block_bytes >> 20
+            return f"raw {way} read, {self.in_flight} in flight of {size} MiB"
         files = "1 file" if self.files == 1 else f"{self.files} files"
-        return f"raw {way} write, {files} x {self.in_flight_per_file} in flight"
+        return f"raw {way} write, {files} x {self.in_flight} in flight"
 
 
-WRITE_SHAPES: dict[str, WriteShape] = {
-    "raw_direct_1x1": WriteShape(1, 1, direct=True),
-    "raw_direct_1x4": WriteShape(1, 4, direct=True),
-    "raw_direct_2x1": WriteShape(2, 1, direct=True),
-    "raw_direct_2x2": WriteShape(2, 2, direct=True),
-    "raw_direct_4x2": WriteShape(4, 2, direct=True),
-    "raw_buffered_1x1": WriteShape(1, 1, direct=False),
-    "raw_buffered_2x1": WriteShape(2, 1, direct=False),
+WRITE_SHAPES = {
+    f"raw_{'direct' if direct else 'buffered'}_{files}x{lanes}": Shape(direct, lanes, files)
+    for direct, files, lanes in (
+        *((True, 1, 1), (True, 1, 4), (True, 2, 1), (True, 2, 2), (True, 4, 2)),
+        *((False, 1, 1), (False, 2, 1)),
+    )
+}
+READ_SHAPES = {
+    **{f"raw_buffered_{lanes}": Shape(False, lanes) for lanes in (1, 2)},
+    **{
+        f"raw_direct_{lanes}x{mebibytes}": Shape(True, lanes, block_bytes=mebibytes << 20)
+        for lanes, mebibytes in ((2, 4), (4, 4), (8, 1), (8, 4), (4, 16), (16, 1))
+    },
 }
 
 
@@ -100,18 +112,18 @@ class RawWriter:
         for offset in range(0, _ARENA_BYTES, BLOCK_BYTES):
             self._arena[offset : offset + BLOCK_BYTES] = os.urandom(BLOCK_BYTES)
 
-    def write(self, directory: Path, total_bytes: int, shape: WriteShape) -> None:
+    def write(self, directory: Path, total_bytes: int, shape: Shape) -> None:
         """Writes `total_bytes`, rounded up to 4 KiB per file; returns when they are on disk."""
         directory.mkdir(parents=True)
         file_bytes = -(-total_bytes // (shape.files * _ALIGNMENT)) * _ALIGNMENT
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if shape.direct else 0)
         fds = [os.open(directory / f"{index}.raw", flags, 0o600) for index in range(shape.files)]
         try:
-            with ThreadPoolExecutor(shape.files * shape.in_flight_per_file) as pool:
+            with ThreadPoolExecutor(shape.files * shape.in_flight) as pool:
                 writes = [
-                    pool.submit(self._write_stripe, fd, file_bytes, lane, shape.in_flight_per_file)
+                    pool.submit(self._write_stripe, fd, file_bytes, lane, shape.in_flight)
                     for fd in fds
-                    for lane in range(shape.in_flight_per_file)
+                    for lane in range(shape.in_flight)
                 ]
                 for write in writes:
                     write.result()
@@ -132,37 +144,10 @@ class RawWriter:
                     done += os.pwrite(fd, arena[source + done : source + length], offset + done)
 
 
-@dataclass(frozen=True)
-class ReadShape:
-    """Layout of a raw read. The fastest one depends on the disk, so several are measured."""
-
-    in_flight: int
-    block_bytes: int
-    direct: bool
-
-    @property
-    def label(self) -> str:
-        """Label in tables, such as 'raw direct read, 4 in flight of 1 MiB'."""
-        way = "direct" if self.direct else "buffered"
-        return f"raw {way} read, {self.in_flight} in flight of {self.block_bytes >> 20} MiB"
-
-
-READ_SHAPES: dict[str, ReadShape] = {
-    "raw_buffered_1": ReadShape(1, BLOCK_BYTES, direct=False),
-    "raw_buffered_2": ReadShape(2, BLOCK_BYTES, direct=False),
-    "raw_direct_2x4": ReadShape(2, 4 << 20, direct=True),
-    "raw_direct_4x4": ReadShape(4, 4 << 20, direct=True),
-    "raw_direct_8x1": ReadShape(8, 1 << 20, direct=True),
-    "raw_direct_8x4": ReadShape(8, 4 << 20, direct=True),
-    "raw_direct_4x16": ReadShape(4, 16 << 20, direct=True),
-    "raw_direct_16x1": ReadShape(16, 1 << 20, direct=True),
-}
-
-
 class RawReader:
     """Reads complete files in blocks, several at a time, into memory that is reused."""
 
-    def __init__(self, shape: ReadShape) -> None:
+    def __init__(self, shape: Shape) -> None:
         self._shape = shape
         self._buffers = [_aligned_memory(shape.block_bytes) for _ in range(shape.in_flight)]
         for buffer in self._buffers:

@@ -81,6 +81,13 @@ _FORMS = (
     _Form(("async_first",), "", "", _BACKGROUND),
     _Form(("async",), "ours_blocking", "stall_s", _BACKGROUND),
     _Form(("megatron",), "ours", "stall_s", _QUEUE),
+    _Form(("many_background",), "", "", (_Column("GIL held, ms", "python_s", ".0f", 1e3),)),
+    _Form(
+        ("many",),
+        "",
+        "",
+        (*_TIME, *_CPU, _Column("memory beyond the state, GB", "growth_bytes", ".2f", 1e-9)),
+    ),
     _Form(("memory",), "", "growth_bytes", (_Column("MiB", "growth_bytes", ".0f", 2**-20),)),
     _Form(("reshard",), "ours_{}"),
     _Form(("replicas",), "each_{}"),
@@ -277,6 +284,7 @@ BLOCKS = {
         *("load_warm", "load_cold", "partial_warm", "partial_cold", "reshard_warm"),
         *("reshard_cold", "replicas_warm", "replicas_cold", "memory_load"),
     ),
+    ("docs/design.md", "many"): ("many", "many_background"),
     ("docs/megatron.md", "megatron"): ("megatron", "megatron_small", "megatron_ranks"),
     ("docs/huggingface.md", "huggingface"): (
         *("huggingface_save", "memory_huggingface", "huggingface_load"),

@@ -31,6 +31,7 @@ GROUPS: dict[str, Callable[[Run], None]] = {
     "partial": groups.load_parts,
     "replicas": groups.load_replicas,
     "small": groups.save_and_load_small_tensors,
+    "many": groups.save_and_load_many_tensors,
     "memory": groups.measure_memory,
     "async": groups.save_in_background,
     "first": groups.compare_first_saves,
@@ -38,7 +39,7 @@ GROUPS: dict[str, Callable[[Run], None]] = {
     "huggingface": huggingface.save_and_load_files,
 }
 #: Modules whose ``main`` accepts the arguments.
-TOOLS = ("planning", "many_tensors", "object_stores", "cluster", "gpu")
+TOOLS = ("planning", "object_stores", "cluster", "gpu")
 # Loads need several checkpoints on disk at once; the margin is for headers and the file system.
 _DISK_FACTOR = 4.2
 

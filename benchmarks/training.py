@@ -6,21 +6,17 @@ save mainly for the GIL and a core. Its parameters are not part of the saved sta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import nn
 
 _LAYERS = 8
 _HEADS = 8
 _WIDTH = 32
-_HEAD_WIDTH = _WIDTH // _HEADS
 _TOKENS = 16
 _BATCH = 2
-_MOMENTUM = 0.9
-_LEARNING_RATE = 1e-3
 
 
 @contextmanager
@@ -34,63 +30,41 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Layer:
-    """One transformer layer with separate matrices for each head."""
+class _Layer(nn.Module):
+    """A transformer layer with separate matrices for each head."""
 
-    def __init__(self, generator: torch.Generator, device: str) -> None:
-        def matrix(rows: int, columns: int) -> Tensor:
-            values = torch.randn((rows, columns), generator=generator) / math.sqrt(rows)
-            return values.to(device).requires_grad_()
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(_WIDTH, 3 * _WIDTH // _HEADS) for _ in range(_HEADS))
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(_WIDTH, 2 * _WIDTH), nn.ReLU(), nn.Linear(2 * _WIDTH, _WIDTH)
+        )
 
-        self.heads = [
-            (
-                matrix(_WIDTH, _HEAD_WIDTH),
-                matrix(_WIDTH, _HEAD_WIDTH),
-                matrix(_WIDTH, _HEAD_WIDTH),
-            )
-            for _ in range(_HEADS)
-        ]
-        self.out = matrix(_WIDTH, _WIDTH)
-        self.up = matrix(_WIDTH, 2 * _WIDTH)
-        self.down = matrix(2 * _WIDTH, _WIDTH)
-
-    def parameters(self) -> list[Tensor]:
-        """All matrices."""
-        of_heads = [matrix for head in self.heads for matrix in head]
-        return [*of_heads, self.out, self.up, self.down]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         attended = []
-        for query, key, value in self.heads:
-            scores = (centred @ query) @ (centred @ key).transpose(1, 2)
-            weights = torch.softmax(scores / math.sqrt(_HEAD_WIDTH), -1)
-            attended.append(weights @ (centred @ value))
-        x = x + torch.cat(attended, -1) @ self.out
-        return x + torch.relu(x @ self.up) @ self.down
+        for head in self.heads:
+            query, key, value = head(x).chunk(3, -1)
+            attended.append(torch.softmax(query @ key.transpose(1, 2), -1) @ value)
+        x = x + self.out(torch.cat(attended, -1))
+        added: torch.Tensor = self.mlp(x)
+        return x + added
 
 
 class Training:
     """A tiny transformer and its optimizer on a device. A step takes about 10 ms on one core."""
 
-    def __init__(self, seed: int = 0, device: str = "cpu") -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._layers = [_Layer(generator, device) for _ in range(_LAYERS)]
-        self._parameters = [p for layer in self._layers for p in layer.parameters()]
-        self._velocities = [torch.zeros_like(p) for p in self._parameters]
-        self._input = torch.randn((_BATCH, _TOKENS, _WIDTH), generator=generator).to(device)
-        self._wanted = torch.randn((_BATCH, _TOKENS, _WIDTH), generator=generator).to(device)
+    def __init__(self, device: str = "cpu") -> None:
+        self._model = nn.Sequential(*(_Layer() for _ in range(_LAYERS))).to(device)
+        # With foreach, a step would be a few large operations.
+        self._optimizer = torch.optim.SGD(
+            self._model.parameters(), lr=1e-3, momentum=0.9, foreach=False
+        )
+        self._input = torch.randn((_BATCH, _TOKENS, _WIDTH), device=device)
 
     def step(self) -> None:
         """Runs forward, backward and update on the calling thread."""
-        x = self._input
-        for layer in self._layers:
-            x = layer(x)
-        loss = (x - self._wanted).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for parameter, velocity in zip(self._parameters, self._velocities, strict=True):
-                assert parameter.grad is not None
-                velocity.mul_(_MOMENTUM).add_(parameter.grad)
-                parameter.sub_(velocity, alpha=_LEARNING_RATE)
-                parameter.grad = None
+        loss = (self._model(self._input) - self._input).square().mean()
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
