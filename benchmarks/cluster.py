@@ -1,9 +1,8 @@
 """Saves and loads of two hosts over file systems that they share.
 
-``python -m benchmarks.run cluster [--kinds juicefs moosefs] [--megabytes 256] [--rounds 5]`` needs
-root and /dev/fuse. Both hosts are on this machine (tests/cluster/hosts.py), with one rank and one
-client of the file system each. All data is on one disk, so the figures compare contenders, and are
-not the speed of a file system.
+This needs root and /dev/fuse. Both hosts are on this machine (tests/cluster/hosts.py), with one
+rank and one client of the file system each. All data is on one disk, so the figures compare
+contenders, and are not the speed of a file system.
 
 - save, load: a state sharded by rows, by torch_ckpt and by stock torch.
 - cp: each host copies a local file with as many bytes as it has of the state, and fsyncs the copy.
@@ -15,24 +14,18 @@ not the speed of a file system.
 
 The contenders take turns within a round, in the same processes. Each save has a new directory,
 which is deleted after the round. Seconds are those of the slower rank, CPU seconds those of rank 0
-without the file system's client. The ratios are medians over the rounds of the time of a row
-divided by torch_ckpt's save (or load), so more than 1 means that torch_ckpt is faster. Rows of
-managers are divided by the manager whose root is on the local disk.
+without the file system's client. Rows of managers are compared with the manager whose root is on
+the local disk.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import shutil
 import socket
-import statistics
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +41,12 @@ from tests.cluster import hosts
 from torch_ckpt import CheckpointManager
 from torch_ckpt.manager import LocalTier
 
+from .groups import Run
+from .measure import Sample
+from .results import ContenderInfo, readable_size
+
 _TENSORS, _COLUMNS = 16, 1024
+_KINDS = ("juicefs", "moosefs", "sshfs")
 
 # Seconds before an operation that is measured, because the client of a file system still works when
 # a call has returned.
@@ -114,7 +112,7 @@ def measure_managers(root: str, local: str, megabytes: int, rounds: int) -> Time
                     begun, cpu = time.perf_counter(), time.process_time()
 
                     def note(
-                        moment: str, name: str = name, begun: float = begun, cpu: float = cpu
+                        moment: str, *, name: str = name, begun: float = begun, cpu: float = cpu
                     ) -> None:
                         seconds = time.perf_counter() - begun
                         used = time.process_time() - cpu
@@ -129,7 +127,7 @@ def measure_managers(root: str, local: str, megabytes: int, rounds: int) -> Time
                     if manager is tiered and (is_second or name != copying):
                         manager.wait_until_finished(published=True)
                         dist.barrier()
-                        note("published")
+                        note("durable", name=f"{name} published")
     return times
 
 
@@ -175,35 +173,36 @@ def measure(root: str, local: str, megabytes: int, rounds: int) -> Times:
     return times
 
 
-def _print(kind: str, times: Times) -> None:
-    print(f"| {kind} | seconds | CPU seconds | time / torch_ckpt |")
-    print("|---|---|---|---|")
-    for name, rows in times.items():
-        first = name.partition(",")[0]
-        ours = times.get(first) or times.get(f"{first}, local disk") or times["durable, local disk"]
-        seconds, cpu = (statistics.median(row[i] for row in rows) for i in (0, 1))
-        ratio = statistics.median(a[0] / b[0] for a, b in zip(rows, ours, strict=True))
-        print(f"| {name} | {seconds:.2f} | {cpu:.2f} | {ratio:.2f} |")
+def _add(run: Run, group: str, title: str, times: Times) -> None:
+    infos: list[ContenderInfo] = []
+    samples: list[Sample] = []
+    for label, rounds in times.items():
+        what, _, who = label.partition(", ")
+        name = f"{who or 'ours'}_{what}"
+        kind = "limit" if who == "cp" else "stock" if who == "stock" else "ours"
+        infos.append(ContenderInfo(name, label, kind))
+        for number, (wall, cpu) in enumerate(rounds):
+            samples.append({"contender": name, "round": number, "wall_s": wall, "cpu_s": cpu})
+            run.show(label, samples[-1])
+    run.add(group, title, run.effort.state_bytes, infos, samples)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--kinds", nargs="+", default=["one disk", "juicefs", "moosefs", "sshfs"])
-    parser.add_argument("--megabytes", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args(arguments)
-    print(f"torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores")
-    print(f"two hosts, {given.megabytes} MiB, {given.rounds} rounds")
-    for kind in given.kinds:
+def use_shared_file_systems(run: Run) -> None:
+    """Times saves and loads of two hosts over each file system that this machine has."""
+    for kind in _KINDS:
         if missing := hosts.lacking(kind):
-            print(f"{kind}: this machine lacks {missing}")
+            run.skip(kind, f"this machine lacks {missing}")
             continue
         with (
-            tempfile.TemporaryDirectory() as directory,
-            hosts.cluster(kind, Path(directory), keeps_removed=False) as cluster,
+            run.scratch("cluster") as directory,
+            hosts.cluster(kind, directory, keeps_removed=False) as cluster,
         ):
-            local = Path(directory) / "local"
+            local = directory / "local"
             local.mkdir()
-            for title, work in ((kind, measure), (f"{kind}: managers", measure_managers)):
-                settings = str(cluster.path), str(local), given.megabytes, given.rounds
-                _print(title, cluster.run(work, *settings, patience=3600.0)[0])
+            for group, work in (("cluster", measure), ("cluster_managers", measure_managers)):
+                title = f"{readable_size(run.effort.state_bytes)}, two hosts, {kind}"
+                run.begin(title)
+                megabytes = run.effort.state_bytes >> 20
+                settings = str(cluster.path), str(local), megabytes, run.effort.rounds
+                times = cluster.run(work, *settings, patience=3600.0)[0]
+                _add(run, f"{group}_{kind.replace(' ', '_')}", title, times)

@@ -1,32 +1,21 @@
-"""Saves to and loads from an S3 server, compared with obstore and with s3torchconnector.
+"""Times saves to and loads from an S3 server, compared with obstore and with s3torchconnector.
 
-``python -m benchmarks.run object_stores [--megabytes 1024] [--rounds 9] [--delay-ms 20 --rate 100]
-[--ranks 2]`` starts SeaweedFS on loopback. With ``--delay-ms``, all contenders go through a proxy
-with a delay for each round trip and ``--rate`` megabytes a second for each connection.
+The server is SeaweedFS on loopback, with and without a proxy that delays each round trip and limits
+the rate of each connection. obstore moves the same bytes without checksums: multipart puts as four
+objects at once with four parts in flight, and ranges of 8 MiB in 8 threads that are copied to the
+tensors. s3torchconnector's writer and reader are used under ``dcp.save`` and ``dcp.load``.
 
-- obstore: multipart puts of the same bytes, as four objects at once with four parts in flight, and
-  ranges of 8 MiB in 8 threads that are copied to the tensors. Without checksums.
-- s3torchconnector: its writer under ``dcp.save``, and its reader under ``dcp.load``, as they come.
-
-Each round starts a server with empty volumes and warms up with 64 MiB. Then the contenders take
-turns, in the same processes. Each rank has its part of the bytes. Seconds are those of the slowest
-rank, CPU seconds those of rank 0. The ratios are medians over the rounds of the time of a contender
-divided by ours, so more than 1 means that torch_ckpt is faster. Memory is the growth of the peak
-during one operation in a fresh process.
+Each round starts a server with empty volumes and warms up with 64 MiB. Each rank has its part of
+the bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
-import platform
-import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -39,39 +28,44 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import torch_ckpt
-from benchmarks import fresh_process, ranks, slow_network
-from benchmarks.memory import measure_growth
 from scripts import object_servers
+
+from . import fresh_process, ranks, slow_network
+from .groups import Run
+from .measure import Sample, time_once
+from .memory import measure_growth
+from .results import ContenderInfo, readable_size
 
 _TENSORS, _OBJECTS = 32, 4
 _PART, _RANGE = 16 << 20, 8 << 20
-_WARM_UP_MEGABYTES = 64
+_WARM_UP_BYTES = 64 << 20
+_DELAY_MS, _MEGABYTES_PER_SECOND = 20, 100  # of a round trip; of each connection
 
 Operation = Callable[[], object]
-#: Seconds and CPU seconds of one round, by operation and contender.
-Times = dict[str, tuple[float, float]]
 
 
 class Contenders:
     """The operations of all contenders on this rank's part of a state."""
 
-    def __init__(self, options: dict[str, str], megabytes: int, rank: int, ranks: int) -> None:
+    def __init__(self, options: dict[str, str], size: int, rank: int, ranks: int) -> None:
         self.options, self.bucket, self.rank = options, object_servers.BUCKET, rank
-        elements = (megabytes << 20) // 4 // _TENSORS // ranks
+        elements = size // 4 // _TENSORS // ranks
         names = [f"weight {number} of rank {rank}" for number in range(_TENSORS)]
         self.state = {name: torch.randn(elements) for name in names}
         self.target = {name: torch.zeros_like(value) for name, value in self.state.items()}
 
-    def operations(self) -> dict[str, dict[str, Operation]]:
-        found: dict[str, dict[str, Operation]] = {
-            "save": {"torch_ckpt": self.save, "obstore": self.put},
-            "load": {"torch_ckpt": self.load, "obstore": self.get},
+    def operations(self) -> dict[str, Operation]:
+        """Returns the saves, and the loads of what they saved, by the names of contenders."""
+        found = {
+            "torch_ckpt_save": self.save,
+            "obstore_save": self.put,
+            "s3torchconnector_save": self.save_by_connector,
+            "torch_ckpt_load": self.load,
+            "obstore_load": self.get,
+            "s3torchconnector_load": self.load_by_connector,
         }
-        if importlib.util.find_spec("s3torchconnector") is None:
-            return found
-        found["save"]["s3torchconnector"] = self.save_by_connector
-        found["load"]["s3torchconnector"] = self.load_by_connector
-        return found
+        has_connector = importlib.util.find_spec("s3torchconnector") is not None
+        return {n: work for n, work in found.items() if has_connector or "connector" not in n}
 
     def save(self) -> None:
         options = torch_ckpt.WriteOptions(storage_options=self.options)
@@ -151,108 +145,68 @@ class Contenders:
         dcp_load(self.target, storage_reader=self._connector("reader"))
 
 
-def _measured(operation: Operation) -> tuple[float, float]:
-    """Returns seconds until all ranks are done, and CPU seconds of this process."""
-    _barrier()
-    begun, cpu = time.perf_counter(), time.process_time()
-    operation()
-    cpu = time.process_time() - cpu
-    _barrier()
-    return time.perf_counter() - begun, cpu
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _alternately(options: dict[str, str], megabytes: int, rank: int, ranks: int) -> Times:
-    measured: Times = {}
-    for size in (_WARM_UP_MEGABYTES, megabytes):
-        contenders = Contenders(options, size, rank, ranks)
-        for kind, operations in contenders.operations().items():
-            for name, operation in operations.items():
-                measured[f"{kind}, {name}"] = _measured(operation)
-    return measured
-
-
-def _on_rank(options: dict[str, str], megabytes: int, result: Path) -> None:
-    times = _alternately(options, megabytes, dist.get_rank(), dist.get_world_size())
+def _on_rank(options: dict[str, str], size: int, result: Path) -> None:
+    samples: list[Sample] = []
+    for total in (_WARM_UP_BYTES, size):
+        operations = Contenders(options, total, dist.get_rank(), dist.get_world_size()).operations()
+        samples = []
+        for name, operation in operations.items():
+            wall, cpu = time_once(operation, dist.barrier)
+            samples.append({"contender": name, "round": 0, "wall_s": wall, "cpu_s": cpu})
+    merged = ranks.merge(samples)
     if dist.get_rank() == 0:
-        result.write_text(json.dumps(times))
+        result.write_text(json.dumps(merged))
 
 
-def _on_ranks(options: dict[str, str], megabytes: int, count: int, directory: Path) -> Times:
-    result = directory / "times.json"
-    ranks.run(count, partial(_on_rank, options, megabytes, result))
-    times: Times = json.loads(result.read_text())
-    return times
-
-
-def measure_peak(options: dict[str, str], megabytes: int, title: str) -> float:
-    """Returns the growth of this process in one operation, in MiB."""
-    kind, _comma, name = title.partition(", ")
-    operation = Contenders(options, megabytes, 0, 1).operations()[kind][name]
-    before, peak = measure_growth(operation)
-    return (peak - before) / (1 << 20)
+def measure_peak(options: dict[str, str], size: int, name: str) -> int:
+    """Returns the growth of this process in one operation, in bytes."""
+    before, peak = measure_growth(Contenders(options, size, 0, 1).operations()[name])
+    return peak - before
 
 
 @contextmanager
-def _empty_server(delay_ms: float, rate: float) -> Iterator[tuple[dict[str, str], Path]]:
-    """Yields settings for clients, and a temporary directory."""
+def _empty_server(is_slow: bool) -> Iterator[dict[str, str]]:
+    """Yields settings for clients."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(object_servers.running("seaweedfs", directory))
         options = dict(server.options)
-        if delay_ms:
+        if is_slow:
             port = int(options["endpoint_url"].rpartition(":")[2])
-            slow = stack.enter_context(slow_network.running(port, delay_ms, rate))
+            slow = stack.enter_context(slow_network.running(port, _DELAY_MS, _MEGABYTES_PER_SECOND))
             options["endpoint_url"] = f"http://127.0.0.1:{slow}"
-        yield options, directory
+        yield options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--megabytes", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--delay-ms", type=float, default=0.0)
-    parser.add_argument("--rate", type=float, default=100.0)
-    parser.add_argument("--ranks", type=int, default=1)
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    times: list[Times] = []
-    for number in range(given.rounds):
-        with _empty_server(given.delay_ms, given.rate) as (options, directory):
-            if given.ranks > 1:
-                times.append(_on_ranks(options, given.megabytes, given.ranks, directory))
-            else:
-                times.append(_alternately(options, given.megabytes, 0, 1))
-        print(f"round {number + 1}: {times[-1]}", file=sys.stderr, flush=True)
-    growth: dict[str, float] = {}
-    if given.ranks == 1:
-        with _empty_server(given.delay_ms, given.rate) as (options, _directory):
-            growth = {
-                title: fresh_process.run(measure_peak, options, given.megabytes, title)
-                for title in times[0]
-            }
-    print(f"torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores")
-    network = f"{given.delay_ms:g} ms, {given.rate:g} MB/s" if given.delay_ms else "loopback"
-    print(
-        f"SeaweedFS, {given.megabytes} MiB, {given.ranks} ranks, {given.rounds} rounds, {network}"
-    )
-    _print_times(times, growth)
-
-
-def _print_times(times: list[Times], growth: dict[str, float]) -> None:
-    print("| | seconds | CPU seconds | time / ours | CPU / ours | peak growth, MiB |")
-    print("|---|---|---|---|---|---|")
-    for title in times[0]:
-        ours = f"{title.partition(', ')[0]}, torch_ckpt"
-        seconds, cpu = (statistics.median(found[title][i] for found in times) for i in (0, 1))
-        ratios = [
-            statistics.median(found[title][i] / found[ours][i] for found in times) for i in (0, 1)
+def use_object_stores(run: Run) -> None:
+    """Times saves and loads on one rank and on two, and measures their memory."""
+    size = run.effort.state_bytes
+    what = f"SeaweedFS, {readable_size(size)}"
+    network = f"{_DELAY_MS} ms, {_MEGABYTES_PER_SECOND} MB/s for each connection"
+    infos: list[ContenderInfo] = []
+    for group, title, world, is_slow in (
+        ("objects_slow", f"{what}, {network}", 1, True),
+        ("objects_slow_ranks", f"{what}, {network}, 2 ranks", 2, True),
+        ("objects", f"{what}, loopback", 1, False),
+    ):
+        run.begin(title)
+        samples: list[Sample] = []
+        with run.scratch(group) as scratch:
+            for number in range(run.effort.rounds):
+                with _empty_server(is_slow) as options:
+                    ranks.run(world, partial(_on_rank, options, size, scratch / "samples.json"))
+                for sample in json.loads((scratch / "samples.json").read_text()):
+                    samples.append({**sample, "round": number})
+                    run.show(sample["contender"], samples[-1])
+        infos = [
+            ContenderInfo(name, f"{who}, {kind}", "ours" if who == "torch_ckpt" else "peer")
+            for name in dict.fromkeys(str(sample["contender"]) for sample in samples)
+            for who, _, kind in [name.rpartition("_")]
         ]
-        peak = f"{growth[title]:.0f}" if growth else ""
-        print(
-            f"| {title} | {seconds:.2f} | {cpu:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} | {peak} |"
-        )
+        run.add(group, title, size, infos, samples)
+    growths: list[Sample] = []
+    with _empty_server(is_slow=True) as options:
+        for info in infos:
+            growth = fresh_process.run(measure_peak, options, size, info.name)
+            growths.append({"contender": info.name, "round": 0, "growth_bytes": growth})
+    run.add("memory_objects", f"Memory beyond the state, {what}", size, infos, growths)

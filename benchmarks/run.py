@@ -25,6 +25,15 @@ from .groups import FULL, QUICK, Run
 from .results import Results
 from .sizes import parse_size
 
+
+def _use_object_stores(run: Run) -> None:
+    importlib.import_module("benchmarks.object_stores").use_object_stores(run)
+
+
+def _use_shared_file_systems(run: Run) -> None:
+    importlib.import_module("benchmarks.cluster").use_shared_file_systems(run)
+
+
 GROUPS: dict[str, Callable[[Run], None]] = {
     "save": groups.save_training_state,
     "load": groups.load_training_state,
@@ -37,9 +46,13 @@ GROUPS: dict[str, Callable[[Run], None]] = {
     "first": groups.compare_first_saves,
     "megatron": megatron.save_through_queues,
     "huggingface": huggingface.save_and_load_files,
+    "objects": _use_object_stores,
+    "cluster": _use_shared_file_systems,
 }
+#: Groups that need servers, and run only by name.
+WITH_SERVERS = ("objects", "cluster")
 #: Modules whose ``main`` accepts the arguments.
-TOOLS = ("planning", "object_stores", "cluster", "gpu")
+TOOLS = ("planning", "gpu")
 # Loads need several checkpoints on disk at once; the margin is for headers and the file system.
 _DISK_FACTOR = 4.2
 
@@ -54,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
         "groups",
         nargs="*",
         metavar="GROUP",
-        help=f"some of: {', '.join(GROUPS)} (default all); or one of: {', '.join(TOOLS)}",
+        help=f"some of: {', '.join(GROUPS)} (default all but {' and '.join(WITH_SERVERS)}); or "
+        f"one of: {', '.join(TOOLS)}",
     )
     parser.add_argument("--size", type=parse_size, help="of the training state (default 2GB)")
     parser.add_argument(
@@ -125,7 +139,7 @@ def measure(arguments: Sequence[str]) -> Path:
     try:
         run = Run(directory, effort, results)
         groups.warm_up(run)
-        for name in options.groups or GROUPS:
+        for name in options.groups or [name for name in GROUPS if name not in WITH_SERVERS]:
             GROUPS[name](run)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
