@@ -1,12 +1,12 @@
 """Measures the coordinator of a save for many ranks, in one process that simulates the ranks.
 
-    python -m benchmarks.run planning --ranks 1024 --tensors 300 --steady --out FILE
+    python -m benchmarks.run planning --ranks 1024 --tensors 300 --out FILE
 
 All simulated ranks have DTensors of the same names, sharded by rows over all ranks, with 16 KiB of
 each on a rank. States, messages, plan and metadata are made as by ``torch_ckpt.save``, step by step
-in one thread, over a store in this process. Nothing is written. ``--steady`` adds a save of the
-unchanged state, which reuses the plan. Prints median seconds and bytes of each part, and the number
-of messages of all ranks.
+in one thread, over a store in this process. Nothing is written. A second save of the unchanged
+state reuses the plan. Prints median seconds and bytes of each part, and the number of messages of
+all ranks.
 """
 
 from __future__ import annotations
@@ -92,17 +92,16 @@ class Simulation:
                 walk = partial(_planned_state, state)
                 self.states.append(self._timed("state, each rank", walk))
 
-    def run(self, steady: bool = False) -> None:
-        """Saves, decodes the metadata; if `steady`, saves the unchanged state again."""
+    def run(self) -> None:
+        """Saves, decodes the metadata, and saves the unchanged state again."""
         plans = [AgreedPlan() for _ in range(self.world)]
         data = self._save("first", plans)
         self.bytes["metadata"] = len(data)
         index = self._timed("reading the metadata", lambda: decode_index(data, "simulation"))
-        if steady:
-            again = decode_index(self._save("unchanged", plans), "simulation")
-            assert len(again) == len(index)
+        again = decode_index(self._save("unchanged", plans), "simulation")
+        assert len(again) == len(index)
 
-    def measure_memory(self, steady: bool = False) -> dict[str, int]:
+    def measure_memory(self) -> dict[str, int]:
         """Returns the growth of this process in each part, in bytes.
 
         The growth includes the messages of all ranks.
@@ -112,9 +111,8 @@ class Simulation:
         works: dict[str, Callable[[], Any]] = {
             "first": lambda: made.append(self._save("first", plans)),
             "reading the metadata": lambda: decode_index(made[0], "simulation"),
+            "unchanged": lambda: self._save("unchanged", plans),
         }
-        if steady:
-            works["unchanged"] = lambda: self._save("unchanged", plans)
         found = {}
         for what, work in works.items():
             before, peak = measure_growth(work)
@@ -221,38 +219,27 @@ def _planned_state(state_dict: dict[str, Any]) -> SaveState:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Prints the parts; returns the content of ``--out``."""
+    """Prints and returns the content of ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=300, help="of each rank (default 300)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steady", action="store_true", help="saves of an unchanged state, too")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(arguments)
     simulation = Simulation(options.ranks, options.tensors)
     for _ in range(options.rounds):
-        simulation.run(options.steady)
-    seconds = simulation.medians()
-    growth = simulation.measure_memory(options.steady)
+        simulation.run()
     found = {
         "ranks": options.ranks,
         "tensors": options.tensors,
         "rounds": options.rounds,
-        "seconds": seconds,
+        "seconds": simulation.medians(),
         "bytes": simulation.bytes,
         "messages": simulation.messages,
-        "growth_bytes": growth,
+        "growth_bytes": simulation.measure_memory(),
         "machine": dataclasses.asdict(machine.describe(Path.cwd())),
     }
-    print(f"{options.ranks} ranks with {options.tensors} DTensors each")
-    for part, took in seconds.items():
-        print(f"{part:40} {1000 * took:10.2f} ms")
-    for part, size in simulation.bytes.items():
-        print(f"{part:40} {size:13,} bytes")
-    for kind, count in simulation.messages.items():
-        print(f"{kind + ': messages':40} {count:13,}")
-    for what, size in growth.items():
-        print(f"{what + ': memory':40} {size:13,} bytes")
+    print(json.dumps(found, indent=1))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     return found

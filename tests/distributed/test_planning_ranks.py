@@ -42,7 +42,7 @@ def case_messages_of_a_save_match_the_simulation(launch: Launch) -> None:
     if launch.rank != 0:
         return
     out = launch.path("simulation.json")
-    command = [sys.executable, "-m", "benchmarks.run", "planning", "--rounds", "1", "--steady"]
+    command = [sys.executable, "-m", "benchmarks.run", "planning", "--rounds", "1"]
     command += ["--ranks", str(launch.size), "--tensors", str(TENSORS), "--out", str(out)]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     simulated = json.loads(out.read_text())

@@ -225,10 +225,10 @@ def test_the_watch_includes_memory_and_processes_that_have_ended() -> None:
     ):
         assert child.stdout is not None
         child.stdout.readline()
-        while seen.processes == 1 or seen.bytes - idle.bytes < 32 << 20:
+        while seen.processes == idle.processes or seen.bytes - idle.bytes < 32 << 20:
             time.sleep(0.01)
         child.communicate(b"\n")
-    assert (idle.processes, seen.processes) == (1, 2)
+    assert seen.processes == idle.processes + 1
 
 
 def test_a_peer_that_cannot_be_installed_gives_the_reason_and_leaves_nothing(
@@ -411,7 +411,7 @@ def test_step_ratios_compare_steps_during_the_save_with_steps_before() -> None:
 
 def test_the_plan_of_many_ranks_is_simulated(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    sizes = ["--ranks", "3", "--tensors", "2", "--steady", "--rounds", "1"]
+    sizes = ["--ranks", "3", "--tensors", "2", "--rounds", "1"]
     found = planning.main([*sizes, "--out", str(out)])
     assert found == json.loads(out.read_text())
     assert {"first: planned", "unchanged: metadata"} <= found["seconds"].keys()
