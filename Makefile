@@ -31,7 +31,7 @@ TIMED := scripts/timed.sh
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full lint tidy format build wheel docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan durations torture fuzz bench gpu-kit release-check clean
+.PHONY: help demo test test-full lint stubs tidy format build wheel docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan durations torture fuzz bench gpu-kit release-check clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -98,7 +98,10 @@ lint: build ## formatting, ruff, mypy --strict, stubs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(TIMED) mypy $(BIN)/mypy
-	$(TIMED) stubtest $(BIN)/python scripts/stubtest.py
+	$(BIN)/python -m scripts.stubs --check
+
+stubs: build ## write _C.pyi and _core.pyi from the bindings
+	$(BIN)/python -m scripts.stubs
 
 tidy: build/packages ## clang-tidy on changed files
 	$(TIMED) clang-tidy scripts/tidy.sh "$(LINT_SINCE)"

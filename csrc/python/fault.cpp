@@ -1,7 +1,6 @@
 #include "python/fault.h"
 
 #include <pybind11/pybind11.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <filesystem>
 #include <optional>
@@ -12,6 +11,7 @@
 #include "os/fault.h"
 #include "python/bindings.h"
 #include "python/errors.h"
+#include "python/text.h"
 
 namespace py = pybind11;
 
@@ -20,10 +20,12 @@ namespace {
 
 using os::ScopedFaultHook;
 
+using Hook = py::typing::Callable<int(py::str, py::str)>;
+
 /// A Python hook that stays installed while a `with` block runs.
 class FaultHook {
  public:
-  explicit FaultHook(py::function hook) : hook_(std::move(hook)) {}
+  explicit FaultHook(Hook hook) : hook_(std::move(hook)) {}
 
   FaultHook& enter() {
     installed_.emplace([this](std::string_view operation, std::string_view path) {
@@ -33,22 +35,26 @@ class FaultHook {
     return *this;
   }
 
-  void exit(const py::args&) {
+  void exit(const py::Args<py::object>&) {
     // The destructor waits for running hooks, which need the GIL.
     const ReleasedGil released;
     installed_.reset();
   }
 
  private:
-  py::function hook_;
+  Hook hook_;
   std::optional<ScopedFaultHook> installed_;
 };
 
 }  // namespace
 
 void bind_fault(py::module_& module) {
-  py::class_<FaultHook>(module, "FaultHook")
-      .def(py::init<py::function>(), py::arg("hook"))
+  py::class_<FaultHook>(
+      module, "FaultHook",
+      "Calls ``hook`` at each fault point (csrc/os/fault.h) while a ``with`` block runs.\n\n"
+      "``hook(operation, path)`` returns 0, or an errno to make the call fail. It may be called "
+      "from several threads at once, and must not raise. A process can have one hook at a time.")
+      .def(py::init<Hook>(), py::arg("hook"))
       .def("__enter__", &FaultHook::enter, py::return_value_policy::reference)
       .def("__exit__", &FaultHook::exit);
   module.def(
@@ -56,7 +62,9 @@ void bind_fault(py::module_& module) {
       [](const std::string& operation, const std::filesystem::path& path) {
         fault_point(operation, path.native());
       },
-      py::arg("operation"), py::arg("path") = "");
+      py::arg("operation"), py::arg("path") = "",
+      "Reaches a fault point of Python code. Raises OSError if the hook returns an errno.\n\n"
+      "``operation`` names the next call, or describes the moment.");
 }
 
 }  // namespace torch_ckpt::python

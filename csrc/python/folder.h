@@ -3,19 +3,32 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "engine/store.h"
 #include "os/directory.h"
 #include "python/errors.h"
 
-namespace torch_ckpt::python {
-
 /// Converts a _core.Directory, or an object whose attribute `files` is a _core.Store.
-inline engine::Folder folder_of(const pybind11::object& object) {
-  if (pybind11::isinstance<os::Directory>(object)) {
-    return unwrap(object.cast<const os::Directory&>().duplicate());
-  }
-  return object.attr("files").cast<std::shared_ptr<engine::Store>>();
-}
+template <>
+struct pybind11::detail::type_caster<torch_ckpt::engine::Folder> {
+  using Folder = torch_ckpt::engine::Folder;
+  using Directory = torch_ckpt::os::Directory;
+  template <class>
+  using cast_op_type = Folder&&;
+  static constexpr auto name =
+      const_name("torch_ckpt._core.Directory | torch_ckpt._base.in_store.InStore");
 
-}  // namespace torch_ckpt::python
+  bool load(handle object, bool) {
+    if (isinstance<Directory>(object)) {
+      value.emplace(object.cast<const Directory&>().duplicate().value());
+    } else {
+      value.emplace(object.attr("files").cast<std::shared_ptr<torch_ckpt::engine::Store>>());
+    }
+    return true;
+  }
+  operator Folder&&() { return std::move(*value); }
+
+  std::optional<Folder> value;
+};

@@ -1,9 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <map>
 #include <optional>
 #include <span>
@@ -39,55 +37,56 @@ namespace {
 using index::CheckpointIndex;
 using index::EncodedMetadata;
 
-const CheckpointIndex::Entry* entry_of(const CheckpointIndex& index, const py::str& name) {
-  const auto number = index.find(bytes_of(name));
+const CheckpointIndex::Entry* entry_of(const CheckpointIndex& index, const Name& name) {
+  const auto number = index.find(name);
   return number ? &index.entries()[*number] : nullptr;
 }
 
-/// Returns (offsets, sizes, file, offset in the file, length, is_transformed).
-py::tuple shard_of(const CheckpointIndex& index, const CheckpointIndex::Shard& shard) {
+using StoredShard = Typed<"tuple[tuple[int, ...], tuple[int, ...], str | None, int, int, bool]">;
+
+StoredShard shard_of(const CheckpointIndex& index, const CheckpointIndex::Shard& shard) {
   const auto extents = [&](std::uint32_t id) {
-    return id == CheckpointIndex::kNone ? py::tuple() : tuple_of(index.extents(id));
+    return tuple_of(id == CheckpointIndex::kNone ? std::span<const std::int64_t>()
+                                                 : index.extents(id));
   };
   const py::object file = shard.file == CheckpointIndex::kNone
                               ? py::object(py::none())
                               : text_of(index.text(index.files()[shard.file]));
-  return py::make_tuple(extents(shard.offsets), extents(shard.sizes), file, shard.offset,
-                        shard.length, shard.is_transformed);
+  return py::object(py::make_tuple(extents(shard.offsets), extents(shard.sizes), file, shard.offset,
+                                   shard.length, shard.is_transformed));
 }
 
-py::list shards_of(const CheckpointIndex& index, const py::str& name) {
+auto shards_of(const CheckpointIndex& index, const Name& name) {
   const CheckpointIndex::Entry* entry = entry_of(index, name);
-  if (entry == nullptr) throw py::key_error(bytes_of(name));
+  if (entry == nullptr) throw py::key_error(name);
   return list_of(index.shards(*entry), [&](const auto& shard) { return shard_of(index, shard); });
 }
 
-/// Returns the name and shard of each record that the metadata does not describe.
-py::list undescribed_records_of(const CheckpointIndex& index) {
+auto undescribed_records_of(const CheckpointIndex& index) {
   // Create one string per name, because many records may share a long name.
-  std::map<std::uint64_t, py::object> names;
+  std::map<std::uint64_t, std::optional<py::str>> names;
   return list_of(index.undescribed_records(),
                  [&](const CheckpointIndex::UndescribedRecord& record) {
-                   py::object& name = names[record.name.at];
+                   std::optional<py::str>& name = names[record.name.at];
                    if (!name) name = text_of(index.text(record.name));
-                   return py::make_tuple(name, shard_of(index, record.shard));
+                   return py::make_tuple(*name, shard_of(index, record.shard));
                  });
 }
 
-py::list files_of(const CheckpointIndex& index) {
+auto files_of(const CheckpointIndex& index) {
   return list_of(index.files(), [&](auto file) { return text_of(index.text(file)); });
 }
 
-/// Returns a tensor's dtype name and size, or None if the entry is not a tensor.
-py::object tensor_of(const CheckpointIndex& index, const py::str& name) {
+Typed<"tuple[str, tuple[int, ...]] | None"> tensor_of(const CheckpointIndex& index,
+                                                      const Name& name) {
   const CheckpointIndex::Entry* entry = entry_of(index, name);
   if (entry == nullptr || !entry->is_tensor) return py::none();
-  return py::make_tuple(index.dtypes()[entry->dtype], tuple_of(index.extents(entry->size)));
+  return py::object(
+      py::make_tuple(index.dtypes()[entry->dtype], tuple_of(index.extents(entry->size))));
 }
 
-/// Returns the encoded checksum tables by file name, for files that have a table.
-py::dict tables_of(const CheckpointIndex& index) {
-  py::dict tables;
+auto tables_of(const CheckpointIndex& index) {
+  py::typing::Dict<py::str, py::bytes> tables;
   for (std::size_t i = 0; i < index.files().size(); ++i) {
     const std::string_view table = index.text(index.tables()[i]);
     if (!table.empty()) tables[text_of(index.text(index.files()[i]))] = py::bytes(table);
@@ -108,7 +107,9 @@ py::bytes contents_of(const EncodedMetadata& metadata) {
 EncodedMetadata metadata_of(const py::bytes& contents) { return EncodedMetadata(contents); }
 
 void bind_encoded_metadata(py::module_& module) {
-  py::class_<EncodedMetadata>(module, "EncodedMetadata")
+  py::class_<EncodedMetadata>(module, "EncodedMetadata",
+                              "The contents of a ``.metadata`` file. Saves with the same plan "
+                              "share the parts that do not differ.")
       .def(py::init(&metadata_of), py::arg("contents"))
       .def("__len__", &EncodedMetadata::bytes)
       .def("__bytes__", &contents_of)
@@ -117,16 +118,15 @@ void bind_encoded_metadata(py::module_& module) {
       .def(py::pickle(&contents_of, &metadata_of));
 }
 
-using TensorSpec = std::tuple<py::str, std::string, std::vector<std::uint64_t>>;
+using TensorSpec = std::tuple<Name, std::string, std::vector<std::uint64_t>>;
 
-/// Returns the bytes of a file before the tensors, each given by name, dtype and sizes.
 py::bytes safetensors_header(const std::vector<TensorSpec>& specs,
                              const std::map<std::string, std::string>& metadata,
                              std::size_t alignment) {
   std::vector<format::SafeTensor> tensors;
   for (const auto& [name, dtype, sizes] : specs) {
     format::SafeTensor& tensor = tensors.emplace_back();
-    tensor.name = bytes_of(name);
+    tensor.name = name;
     tensor.dtype = format::find_dtype(dtype);
     tensor.sizes = sizes;
     unwrap(format::require_safe(tensor.name, tensor.dtype, tensor.sizes));
@@ -138,34 +138,46 @@ py::bytes safetensors_header(const std::vector<TensorSpec>& specs,
 void bind_safetensors(py::module_& module) {
   using engine::SafetensorsFile;
   using engine::SafetensorsFiles;
-  py::class_<SafetensorsFile>(module, "SafetensorsFile")
-      .def_property_readonly("name", [](const SafetensorsFile& file) { return text_of(file.name); })
+  py::class_<SafetensorsFile>(module, "SafetensorsFile",
+                              "A safetensors file whose header has been read.")
+      .def_property_readonly("name", text_getter(&SafetensorsFile::name))
       .def_readonly("bytes", &SafetensorsFile::bytes)
-      .def_readonly("header_crc", &SafetensorsFile::header_crc)
-      .def_readonly("has_stale_checksums", &SafetensorsFile::has_stale_checksums);
-  py::class_<SafetensorsFiles>(module, "SafetensorsFiles")
+      .def_readonly("header_crc", &SafetensorsFile::header_crc,
+                    "CRC-32 of the bytes before the data.")
+      .def_readonly("has_stale_checksums", &SafetensorsFile::has_stale_checksums,
+                    "True if the file has changed since its checksums were saved.");
+  py::class_<SafetensorsFiles>(module, "SafetensorsFiles",
+                               "The contents of safetensors files, without the data.")
       .def_readonly("index", &SafetensorsFiles::index)
-      .def_property_readonly("metadata",
-                             [](const SafetensorsFiles& read) {
-                               return std::map(read.metadata.begin(), read.metadata.end());
-                             })
+      .def_property_readonly(
+          "metadata",
+          [](const SafetensorsFiles& read) {
+            return std::map(read.metadata.begin(), read.metadata.end());
+          },
+          "The metadata of all files.")
       .def_readonly("files", &SafetensorsFiles::files);
   module.def(
       "read_safetensors",
-      [](const py::object& directory, const py::str& name) {
-        const std::string text = bytes_of(name);
-        const engine::Folder folder = folder_of(directory);
-        return without_gil([&] { return engine::read_safetensors(folder, text); });
+      [](const engine::Folder& directory, const Name& name) {
+        return engine::read_safetensors(directory, name);
       },
-      py::arg("directory"), py::arg("name"));
+      py::arg("directory"), py::arg("name"), NoGil(),
+      "Reads the headers of safetensors files in a directory.\n\n"
+      "``name`` is the name of one file, or of an index that names the file of each tensor. Raises "
+      "Corrupt, Unsafe and OSError.");
   module.def(
       "require_safe",
-      [](const py::str& name, const std::string& dtype, const std::vector<std::uint64_t>& sizes) {
-        unwrap(format::require_safe(bytes_of(name), format::find_dtype(dtype), sizes));
+      [](const Name& name, const std::string& dtype, const std::vector<std::uint64_t>& sizes) {
+        return format::require_safe(name, format::find_dtype(dtype), sizes);
       },
-      py::arg("name"), py::arg("dtype"), py::arg("sizes"));
+      py::arg("name"), py::arg("dtype"), py::arg("sizes"),
+      "Raises CheckpointError with the reason if safetensors files cannot hold a tensor.");
   module.def("encode_safetensors_header", &safetensors_header, py::arg("tensors"),
-             py::arg("metadata"), py::arg("alignment"));
+             py::arg("metadata"), py::arg("alignment"),
+             "Returns the bytes of a safetensors file before the data.\n\n"
+             "The data must follow in the order of the tensors, which are given by name, dtype and "
+             "sizes. It then begins at a multiple of ``alignment``. Raises CheckpointError if "
+             ":func:`require_safe` does, or if the header is larger than readers accept.");
 }
 
 using planning::Coverage;
@@ -184,8 +196,7 @@ std::optional<std::string> describe_gap(const Numbers& size,
   return planning::describe(coverage, given.size(), offsets);
 }
 
-/// Returns a description for each tensor that its shards do not cover.
-py::dict uncovered(const CheckpointIndex& index) {
+py::typing::Dict<py::str, std::string> uncovered(const CheckpointIndex& index) {
   Interrupts interrupts;
   const auto found = interrupts.run([&]() -> Result<std::map<std::uint32_t, std::string>> {
     std::map<std::uint32_t, std::string> descriptions;
@@ -197,7 +208,7 @@ py::dict uncovered(const CheckpointIndex& index) {
     }
     return descriptions;
   });
-  py::dict texts;
+  py::typing::Dict<py::str, std::string> texts;
   for (const auto& [number, text] : found) texts[text_of(index.name(number))] = text;
   return texts;
 }
@@ -205,6 +216,47 @@ py::dict uncovered(const CheckpointIndex& index) {
 }  // namespace
 
 void bind_index(py::module_& module) {
+  py::class_<CheckpointIndex>(
+      module, "CheckpointIndex",
+      "The contents of a checkpoint, from its metadata. All values have been checked.")
+      .def("__len__", [](const CheckpointIndex& index) { return index.entries().size(); })
+      .def(
+          "__contains__",
+          [](const CheckpointIndex& index, const Name& name) {
+            return index.find(name).has_value();
+          },
+          py::arg("name"))
+      .def("names",
+           [](const CheckpointIndex& index) {
+             py::typing::List<py::str> names = py::list(index.entries().size());
+             for (std::size_t i = 0; i < names.size(); ++i) names[i] = text_of(index.name(i));
+             return names;
+           })
+      .def("files", &files_of)
+      .def("tensor", &tensor_of, py::arg("name"),
+           "Name of a tensor's dtype, without the module, and its size; None for an object.")
+      .def("shards", &shards_of, py::arg("name"),
+           "The shards of a tensor: offsets and sizes in elements, file, offset and length in "
+           "bytes, and True if it was written through a stream transform. The file is None if the "
+           "metadata does not give it. An object has one shard, without offsets and sizes.\n\n"
+           "Raises KeyError if there is no such name.")
+      .def("undescribed_records", &undescribed_records_of,
+           "Names and locations of records that the metadata does not describe.")
+      .def("uncovered", &uncovered,
+           "Describes the first element that no shard covers, for each tensor that has one.")
+      .def_property_readonly("stored_bytes", &CheckpointIndex::stored_bytes,
+                             "Total length of all shards in their files.")
+      .def_property_readonly(
+          "has_transformed", &CheckpointIndex::has_transformed,
+          "True if stream transforms have changed any record. Only torch can read such records.")
+      .def("tables", &tables_of, "Encoded checksum tables by file name.")
+      .def(
+          "renamed",
+          [](const CheckpointIndex& index, const std::vector<Name>& names) {
+            return index.renamed(std::vector<std::string>(names.begin(), names.end()));
+          },
+          py::arg("names"),
+          "Returns a copy with other names, which are in the order of the entries.");
   bind_encoded_metadata(module);
   bind_safetensors(module);
   module.attr("MAX_METADATA_BYTES") = CheckpointIndex::kMaxFileBytes;
@@ -214,20 +266,34 @@ void bind_index(py::module_& module) {
         const ReleasedGil released;
         return index::bytes_sealed(file);
       },
-      py::arg("file"));
+      py::arg("file"),
+      "The number of bytes that the seal of a ``.metadata`` file covers; None without a seal.\n\n"
+      "Raises Corrupt if these bytes do not match the seal.");
   module.def(
       "seal_of",
-      [](std::string_view pickled) { return py::bytes(index::seal_of(std::span(&pickled, 1))); },
-      py::arg("pickled"));
-  module.def("describe_gap", &describe_gap, py::arg("size"), py::arg("boxes"), py::arg("offsets"));
+      [](const py::bytes& pickled) {
+        const std::string_view piece = pickled;
+        return Bytes{index::seal_of(std::span(&piece, 1))};
+      },
+      py::arg("pickled"), "The bytes that follow the pickle in a ``.metadata`` file.");
+  module.def(
+      "describe_gap", &describe_gap, py::arg("size"), py::arg("boxes"), py::arg("offsets"),
+      "Describes the first element that no box covers; None if the boxes cover everything.\n\n"
+      "``size`` is the size, in elements, of the covered part, which is at ``offsets`` in its "
+      "tensor. A box is offsets in this part, and sizes.");
   module.def(
       "allow_dtypes", [](const std::vector<std::string>& names) { index::allow_dtypes(names); },
-      py::arg("names"));
-  module.def("allowed_globals", [] {
-    std::map<std::string, std::string_view> roles;
-    for (const auto& [name, role] : *index::allowed_globals()) roles[name] = index::name(role);
-    return roles;
-  });
+      py::arg("names"),
+      "Adds names of dtypes in the module torch to the names that metadata may contain.");
+  module.def(
+      "allowed_globals",
+      [] {
+        std::map<std::string, std::string_view> roles;
+        for (const auto& [name, role] : *index::allowed_globals()) roles[name] = index::name(role);
+        return roles;
+      },
+      "The names that metadata may contain, as \"module name\", and their roles; see "
+      "csrc/index/allowed_globals.h.");
   module.def(
       "walk_pickle",
       [](std::span<const std::byte> data) {
@@ -235,48 +301,27 @@ void bind_index(py::module_& module) {
                    [&] { return index::walk_metadata_pickle(data, *index::allowed_globals()); })
             .values.end;
       },
-      py::arg("data"));
+      py::arg("data"),
+      "Checks that running a metadata pickle is safe. Returns the number of bytes up to STOP.\n\n"
+      "Raises Unsafe for names that metadata must not contain, and Corrupt for all other defects.");
   module.def(
       "decode_index",
-      [](std::span<const std::byte> data, const std::filesystem::path& source) {
-        return CheckpointIndex::decode(data, source.native());
+      [](std::span<const std::byte> data, const FileName& source) {
+        return CheckpointIndex::decode(data, source);
       },
-      py::arg("data"), py::arg("source"), NoGil());
+      py::arg("data"), py::arg("source"), NoGil(),
+      "Decodes the contents of a ``.metadata`` file without running the pickle.\n\n"
+      "Raises Unsafe for names that metadata must not contain and for data outside of the "
+      "checkpoint's directory, and Corrupt for all other defects. ``source`` is the origin of the "
+      "bytes.");
   module.def(
       "decode_objects",
-      [](std::span<const std::byte> pickled, const std::filesystem::path& source) {
-        return CheckpointIndex::decode_objects(pickled, source.native());
+      [](std::span<const std::byte> pickled, const FileName& source) {
+        return CheckpointIndex::decode_objects(pickled, source);
       },
-      py::arg("pickled"), py::arg("source"), NoGil());
-
-  py::class_<CheckpointIndex>(module, "CheckpointIndex")
-      .def("__len__", [](const CheckpointIndex& index) { return index.entries().size(); })
-      .def("__contains__",
-           [](const CheckpointIndex& index, const py::str& name) {
-             return index.find(bytes_of(name)).has_value();
-           })
-      .def("names",
-           [](const CheckpointIndex& index) {
-             py::list names(index.entries().size());
-             for (std::size_t i = 0; i < names.size(); ++i) names[i] = text_of(index.name(i));
-             return names;
-           })
-      .def("files", &files_of)
-      .def("tensor", &tensor_of, py::arg("name"))
-      .def("shards", &shards_of, py::arg("name"))
-      .def("undescribed_records", &undescribed_records_of)
-      .def("uncovered", &uncovered)
-      .def_property_readonly("stored_bytes", &CheckpointIndex::stored_bytes)
-      .def_property_readonly("has_transformed", &CheckpointIndex::has_transformed)
-      .def("tables", &tables_of)
-      .def(
-          "renamed",
-          [](const CheckpointIndex& index, const std::vector<py::str>& names) {
-            std::vector<std::string> texts;
-            for (const py::str& name : names) texts.push_back(bytes_of(name));
-            return unwrap(index.renamed(texts));
-          },
-          py::arg("names"));
+      py::arg("pickled"), py::arg("source"), NoGil(),
+      "Decodes a pickle of torch's ``Metadata`` that this process has made.\n\n"
+      "Raises Unsafe and Corrupt.");
 }
 
 }  // namespace torch_ckpt::python

@@ -6,6 +6,8 @@
 #include <optional>
 #include <span>
 
+#include "python/text.h"
+
 namespace torch_ckpt::python {
 
 /// Exports the buffer of a Python object: its memory stays valid and does not move for the lifetime
@@ -30,6 +32,9 @@ class Memory {
   Py_buffer view_{};
 };
 
+/// An argument with a contiguous buffer that the function writes to.
+using Writable = Typed<"typing_extensions.Buffer">;
+
 }  // namespace torch_ckpt::python
 
 /// Converts an argument with a contiguous buffer, without copying it.
@@ -37,7 +42,7 @@ template <>
 struct pybind11::detail::type_caster<std::span<const std::byte>> {
   template <class>
   using cast_op_type = std::span<const std::byte>;
-  static constexpr auto name = const_name("bytes");
+  static constexpr auto name = const_name("typing_extensions.Buffer");
 
   bool load(handle object, bool) {
     memory.emplace(object);

@@ -1,8 +1,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -35,18 +33,12 @@ namespace {
 using directory::ModelSave;
 using planning::SafetensorsLayout;
 
-using Metadata = std::vector<std::pair<py::str, py::str>>;
+using Metadata = std::vector<std::pair<Name, Name>>;
 
 SafetensorsLayout layout_of_tensors(Result<std::vector<format::SafeTensor>> tensors,
                                     SafetensorsLayout::Options options) {
   if (!tensors) throw Failure(tensors.error());
   return SafetensorsLayout::of(std::move(*tensors), options).value();
-}
-
-format::SafeMetadata metadata_of(const Metadata& given) {
-  format::SafeMetadata metadata;
-  for (const auto& [key, value] : given) metadata.emplace_back(bytes_of(key), bytes_of(value));
-  return metadata;
 }
 
 /// Returns the dtype with this name, or nullptr for None.
@@ -55,30 +47,29 @@ const format::Dtype* cast_of(const std::optional<std::string>& name) {
 }
 
 SafetensorsLayout layout_of_plan(const planning::SaveCoordinator& coordinator,
-                                 const std::optional<std::vector<py::str>>& names,
+                                 const std::optional<std::vector<Name>>& names,
                                  const std::optional<std::string>& cast,
                                  std::uint64_t max_shard_bytes, const Metadata& metadata,
                                  const std::string& tag) {
   std::vector<std::string> renamed;
-  if (names) {
-    for (const py::str& name : *names) renamed.push_back(bytes_of(name));
-  }
+  if (names) renamed.assign(names->begin(), names->end());
   return layout_of_tensors(planning::safe_tensors_of(coordinator.plan(), renamed, cast_of(cast)),
-                           {max_shard_bytes, metadata_of(metadata), tag});
+                           {max_shard_bytes, {metadata.begin(), metadata.end()}, tag});
 }
 
 SafetensorsLayout layout_of_rows(
-    const std::vector<std::tuple<py::str, std::string, std::vector<std::uint64_t>>>& rows,
+    const std::vector<std::tuple<Name, std::string, std::vector<std::uint64_t>>>& rows,
     const std::optional<std::string>& cast, std::uint64_t max_shard_bytes,
     const Metadata& metadata) {
   std::vector<format::SafeTensor> tensors;
   for (const auto& [name, dtype, sizes] : rows) {
     format::SafeTensor& tensor = tensors.emplace_back();
-    tensor.name = bytes_of(name);
+    tensor.name = name;
     tensor.dtype = planning::stored_dtype(format::find_dtype(dtype), cast_of(cast));
     tensor.sizes = sizes;
   }
-  return layout_of_tensors(std::move(tensors), {max_shard_bytes, metadata_of(metadata)});
+  return layout_of_tensors(std::move(tensors),
+                           {max_shard_bytes, {metadata.begin(), metadata.end()}});
 }
 
 std::vector<std::pair<std::string, std::uint64_t>> files_of(const SafetensorsLayout& layout) {
@@ -91,9 +82,9 @@ std::vector<std::pair<std::string, std::uint64_t>> files_of(const SafetensorsLay
 
 /// Returns the encoded places for each rank. offers: the encoded addresses of the memory that each
 /// rank offers; empty if it offers none.
-py::list encoded_places(const SafetensorsLayout& layout,
-                        const std::vector<std::vector<planning::OwnedPart>>& parts,
-                        const std::vector<py::bytes>& offers) {
+auto encoded_places(const SafetensorsLayout& layout,
+                    const std::vector<std::vector<planning::OwnedPart>>& parts,
+                    const std::vector<py::bytes>& offers) {
   std::vector<std::optional<os::MemoryFile::Address>> decoded(offers.size());
   for (std::size_t rank = 0; rank < offers.size(); ++rank) {
     const std::string_view offer = offers[rank];
@@ -115,18 +106,16 @@ bool shares_files(const SafetensorsLayout& layout, const planning::SaveCoordinat
   return planning::are_shared(planning::file_parts_of(layout, parts), hosts);
 }
 
-py::list places_of_plan(const SafetensorsLayout& layout,
-                        const planning::SaveCoordinator& coordinator,
-                        const std::vector<py::bytes>& offers) {
+auto places_of_plan(const SafetensorsLayout& layout, const planning::SaveCoordinator& coordinator,
+                    const std::vector<py::bytes>& offers) {
   return encoded_places(layout, planning::owned_parts_of(coordinator.plan()), offers);
 }
 
 using Sizes = std::vector<std::uint64_t>;
 
-py::list places_of_parts(
-    const SafetensorsLayout& layout,
-    const std::vector<std::vector<std::tuple<std::size_t, Sizes, Sizes>>>& by_rank,
-    const std::vector<py::bytes>& offers) {
+auto places_of_parts(const SafetensorsLayout& layout,
+                     const std::vector<std::vector<std::tuple<std::size_t, Sizes, Sizes>>>& by_rank,
+                     const std::vector<py::bytes>& offers) {
   std::vector<std::vector<planning::OwnedPart>> parts;
   for (const auto& given : by_rank) {
     auto& of_rank = parts.emplace_back();
@@ -138,16 +127,15 @@ py::list places_of_parts(
   return encoded_places(layout, parts, offers);
 }
 
-/// Returns nullptr if other processes could not use the memory.
-std::unique_ptr<os::MemoryFile> offer_memory() {
+std::optional<os::MemoryFile> offer_memory() {
   auto made = os::MemoryFile::create();
-  return made ? std::make_unique<os::MemoryFile>(std::move(*made)) : nullptr;
+  return made ? std::optional(std::move(*made)) : std::nullopt;
 }
 
 /// The encoded checksums of each rank's parts, by file.
 using PartTables = std::vector<std::map<std::string, py::bytes>>;
 /// Names and contents of other files.
-using Extras = std::vector<std::pair<std::filesystem::path, py::bytes>>;
+using Extras = std::vector<std::pair<FileName, py::bytes>>;
 
 std::vector<SafetensorsLayout::WrittenParts> parts_of(const PartTables& written) {
   std::vector<SafetensorsLayout::WrittenParts> parts;
@@ -159,7 +147,7 @@ std::vector<SafetensorsLayout::WrittenParts> parts_of(const PartTables& written)
 
 std::vector<SafetensorsLayout::Extra> extras_of(const Extras& given) {
   std::vector<SafetensorsLayout::Extra> extras;
-  for (const auto& [name, contents] : given) extras.push_back({name.native(), contents});
+  for (const auto& [name, contents] : given) extras.push_back({name, contents});
   return extras;
 }
 
@@ -167,17 +155,14 @@ void complete(ModelSave& save, const SafetensorsLayout& layout, const Extras& ex
               const PartTables& written, bool sync) {
   const auto parts = parts_of(written);
   const auto others = extras_of(extras);
-  without_gil([&] {
-    save.complete(layout, others, layout.checksum_tables(parts).value(), sync).value();
-    return true;
-  });
+  without_gil(
+      [&] { return save.complete(layout, others, layout.checksum_tables(parts).value(), sync); });
 }
 
 // --- objects in a store --------------------------------------------------------------------------
 
 using planning::FileAssembly;
 
-/// Returns the contents of the file of checksums.
 py::bytes checksums_of(const SafetensorsLayout& layout, const Extras& extras,
                        const PartTables& written) {
   const auto parts = parts_of(written);
@@ -191,13 +176,9 @@ py::bytes checksums_of(const SafetensorsLayout& layout, const Extras& extras,
   return {encoded};
 }
 
-/// Returns the names of the files in a file of checksums.
-std::vector<py::str> names_in_checksums(std::span<const std::byte> encoded) {
-  std::vector<py::str> names;
-  for (const auto& file : format::decode_safe_checksums(encoded).value()) {
-    names.push_back(os_text(file.name));
-  }
-  return names;
+auto names_in_checksums(std::span<const std::byte> encoded) {
+  return list_of(format::decode_safe_checksums(encoded).value(),
+                 [](const auto& file) { return os_text(file.name); });
 }
 
 /// Adds the checksums in `more` to those in `encoded`, which have precedence.
@@ -212,9 +193,8 @@ py::bytes join_checksums(std::span<const std::byte> encoded, std::span<const std
   return {format::encode_safe_checksums(all)};
 }
 
-/// Returns the encoded places, the encoded assemblies and the streams that are sent, of each rank.
-py::tuple object_files(const SafetensorsLayout& layout,
-                       const planning::SaveCoordinator& coordinator, bool assembles_all) {
+auto object_files(const SafetensorsLayout& layout, const planning::SaveCoordinator& coordinator,
+                  bool assembles_all) {
   const auto files = without_gil([&] {
     return planning::ObjectFiles::of(layout, planning::owned_parts_of(coordinator.plan()),
                                      assembles_all);
@@ -233,15 +213,18 @@ py::tuple object_files(const SafetensorsLayout& layout,
 }
 
 void bind_assemblies(py::module_& module) {
-  module.def("names_in_checksums", &names_in_checksums, py::arg("encoded"));
-  module.def("join_checksums", &join_checksums, py::arg("encoded"), py::arg("more"));
-  py::class_<FileAssembly>(module, "FileAssembly")
-      .def(py::init([](std::string_view encoded) {
-             return std::make_unique<FileAssembly>(FileAssembly::decode(encoded).value());
-           }),
+  module.def("names_in_checksums", &names_in_checksums, py::arg("encoded"),
+             "The names of the files in a file of checksums. Raises Corrupt if it is damaged.");
+  module.def("join_checksums", &join_checksums, py::arg("encoded"), py::arg("more"),
+             "Adds the checksums of files that are only in ``more`` to a file of checksums.");
+  py::class_<FileAssembly>(module, "FileAssembly",
+                           "The assembly of a file from the parts of several ranks; see "
+                           "csrc/planning/object_files.h.\n\n"
+                           "Raises Corrupt if the encoded description is damaged.")
+      .def(py::init([](const py::bytes& encoded) { return unwrap(FileAssembly::decode(encoded)); }),
            py::arg("encoded"))
       .def_property_readonly("name", &FileAssembly::name)
-      .def_property_readonly("bytes", &FileAssembly::bytes)
+      .def_property_readonly("bytes", &FileAssembly::bytes, "Size of the file.")
       .def(
           "ranges",
           [](const FileAssembly& self, std::uint64_t begin, std::uint64_t end) {
@@ -249,39 +232,44 @@ void bind_assemblies(py::module_& module) {
               return py::make_tuple(range.stream, range.offset, range.bytes);
             });
           },
-          py::arg("begin"), py::arg("end"))
-      .def_property_readonly("ranks",
-                             [](const FileAssembly& self) {
-                               std::vector<std::size_t> ranks;
-                               for (std::size_t i = 0; i < self.streams(); ++i) {
-                                 ranks.push_back(self.rank_of(i));
-                               }
-                               return ranks;
-                             })
+          py::arg("begin"), py::arg("end"),
+          "The bytes of streams that the bytes from ``begin`` to ``end`` of the file consist of: "
+          "number of the stream, offset and size. The head of the file is in no stream.")
+      .def_property_readonly(
+          "ranks",
+          [](const FileAssembly& self) {
+            std::vector<std::size_t> ranks;
+            for (std::size_t i = 0; i < self.streams(); ++i) {
+              ranks.push_back(self.rank_of(i));
+            }
+            return ranks;
+          },
+          "The ranks that send the streams.")
       .def(
           "copy_head",
-          [](const FileAssembly& self, std::uint64_t begin, const py::object& out) {
+          [](const FileAssembly& self, std::uint64_t begin, const Writable& out) {
             const Memory memory(out, PyBUF_WRITABLE);
             self.copy_head(begin, memory.writable_bytes());
           },
-          py::arg("begin"), py::arg("out"))
+          py::arg("begin"), py::arg("out"),
+          "Copies the bytes of the head to ``out``, which has the file's bytes from ``begin`` on.")
       .def(
           "copy",
           [](const FileAssembly& self, std::size_t stream, std::uint64_t offset,
-             std::span<const std::byte> data, std::uint64_t begin, const py::object& out) {
+             std::span<const std::byte> data, std::uint64_t begin, const Writable& out) {
             const Memory memory(out, PyBUF_WRITABLE);
             without_gil([&] {
               return self.copy({stream, offset, data.size()}, data, begin, memory.writable_bytes());
             });
           },
-          py::arg("stream"), py::arg("offset"), py::arg("data"), py::arg("begin"), py::arg("out"));
+          py::arg("stream"), py::arg("offset"), py::arg("data"), py::arg("begin"), py::arg("out"),
+          "Copies bytes of a stream, from ``offset`` on, to their places in ``out``.");
 }
 
 // --- versions and deltas -------------------------------------------------------------------------
 
 using engine::Delta;
 
-/// Completes a directory to which Delta::write_files() has written.
 void complete_version(ModelSave& save, const Delta& delta, bool sync) {
   std::vector<SafetensorsLayout::File> files;
   std::vector<std::string> tables;
@@ -297,36 +285,136 @@ void complete_version(ModelSave& save, const Delta& delta, bool sync) {
   without_gil([&] { return save.complete(files, others, tables, sync); });
 }
 
-Delta read_delta(const os::Directory& directory, const std::filesystem::path& name) {
-  return without_gil([&]() -> Result<Delta> {
-    const auto file = directory.open_for_read(name.native());
-    if (!file) return file.error();
-    return Delta::read(engine::Context::process(), *file);
-  });
+Delta read_delta(const os::Directory& directory, const FileName& name) {
+  const auto file = directory.open_for_read(name).value();
+  return Delta::read(engine::Context::process(), file).value();
 }
 
-py::list tensors_of(const Delta& delta) {
+auto tensors_of(const Delta& delta) {
   return list_of(delta.tensors(), [](const Delta::Tensor& tensor) {
     return py::make_tuple(text_of(tensor.tensor->name), std::string(tensor.tensor->dtype->name),
                           tensor.tensor->sizes);
   });
 }
 
-void apply(Delta& delta, const std::vector<py::object>& targets) {
+void apply(Delta& delta, const std::vector<Writable>& targets) {
   std::vector<std::unique_ptr<Memory>> memory;
   std::vector<std::span<std::byte>> bytes;
-  for (const py::object& target : targets) {
+  for (const Writable& target : targets) {
     memory.push_back(std::make_unique<Memory>(target, PyBUF_WRITABLE));
     bytes.push_back(memory.back()->writable_bytes());
   }
   without_gil([&] { return delta.apply(engine::Context::process(), bytes); });
 }
 
-void bind_versions(py::module_& module, py::class_<ModelSave>& save) {
+void bind_deltas(py::module_& module) {
   module.attr("DELTA_NAME") = std::string(format::kDeltaName);
   module.attr("LATEST_NAME") = std::string(directory::kLatestName);
-  module.def("update_latest", &directory::update_latest, py::arg("root"), py::arg("sync"), NoGil());
-  save.def("complete_version", &complete_version, py::arg("delta"), py::arg("sync"))
+  module.def("update_latest", &directory::update_latest, py::arg("root"), py::arg("sync"), NoGil(),
+             "Makes the link ``latest`` in the root of versions lead to the newest one.\n\n"
+             "Raises OSError, and FileExistsError if it is not a link.");
+  py::class_<Delta>(
+      module, "Delta",
+      "A delta, which is read into memory; csrc/engine/delta.h describes how it is applied.\n\n"
+      "Raises OSError, and Corrupt if it is damaged.")
+      .def(py::init(&read_delta), py::arg("directory"), py::arg("name"), NoGil())
+      .def_property_readonly(
+          "base", [](const Delta& self) { return os_text(self.base()); }, "The name of the base.")
+      .def("tensors", &tensors_of, "Name, dtype and shape of each tensor of the version.")
+      .def("apply", &apply, py::arg("targets"),
+           "Changes the memory of each of the ``tensors``, in place: contiguous, writable buffers. "
+           "After a success, the delta must not be used again.\n\n"
+           "Raises CheckpointError if a target does not have the values of the base, Corrupt if "
+           "the delta is damaged, and ValueError if targets share memory.")
+      .def(
+          "write_files",
+          [](const Delta& self, const os::Directory& base, const os::Directory& to) {
+            return self.write_files(engine::Context::process(), base, to);
+          },
+          py::arg("base"), py::arg("to"), NoGil(),
+          "Writes the version's safetensors files. Raises as ``apply`` does, and OSError.");
+}
+
+}  // namespace
+
+void bind_model(py::module_& module) {
+  bind_deltas(module);
+  py::class_<SafetensorsLayout>(
+      module, "SafetensorsLayout",
+      "The files of a model in Hugging Face's layout; see csrc/planning/safetensors_layout.h.\n\n"
+      "Floating-point tensors are stored with the dtype ``cast``; None keeps each tensor's dtype. "
+      "A file has at most ``max_shard_bytes`` bytes of tensors, or one larger tensor. ``metadata`` "
+      "is stored in each file. Raises CheckpointError if the files cannot hold a value.")
+      .def(py::init(&layout_of_plan), py::arg("coordinator"), py::arg("names"), py::arg("cast"),
+           py::arg("max_shard_bytes"), py::arg("metadata"), py::arg("tag") = "",
+           "Lays out the values of a plan. ``names`` has new names, in the order of the plan's. "
+           "``tag`` becomes part of the names of the files, which then have an index in any case.")
+      .def_static("of_tensors", &layout_of_rows, py::arg("tensors"), py::arg("cast"),
+                  py::arg("max_shard_bytes"), py::arg("metadata"),
+                  "Lays out tensors, given the name, dtype and size of each.")
+      .def("files", &files_of, "The name of each file, and its size in bytes.")
+      .def_property_readonly(
+          "index", [](const SafetensorsLayout& layout) { return py::bytes(layout.index()); },
+          "The contents of the index; empty if a single file has none.")
+      .def("checksums", &checksums_of, py::arg("extras"), py::arg("written"),
+           "The contents of the file of checksums, from the arguments of ``ModelSave.complete``. "
+           "``extras`` includes the index. Raises Corrupt if the ranks have not written all bytes.")
+      .def("object_files", &object_files, py::arg("coordinator"), py::arg("assembles_all"),
+           "Decides which rank writes each file; see csrc/planning/object_files.h.\n\n"
+           "Returns, by rank: the places of the values, for ``FlatState.parts``; the files that "
+           "the rank assembles, for ``FileAssembly``; and the receiver, the file and the size of "
+           "each stream that the rank sends, in the order of the files.")
+      .def("interleaves", &interleaves, py::arg("coordinator"), py::arg("hosts"), NoGil(),
+           "True if ranks of several hosts would write to the same ranges of a file, in short "
+           "runs.\n\n"
+           "``hosts`` are the hosts of the ranks.")
+      .def("shares_files", &shares_files, py::arg("coordinator"), py::arg("hosts"), NoGil(),
+           "True if ranks of several hosts would write to one file.")
+      .def("places_of_plan", &places_of_plan, py::arg("coordinator"), py::arg("offers"),
+           "The places of each rank's values, for ``FlatState.parts``.\n\n"
+           "``offers`` are the addresses of the memory that each rank offers to the ranks of its "
+           "machine; an empty one if it offers none.")
+      .def("places_of_parts", &places_of_parts, py::arg("parts"), py::arg("offers"),
+           "The places of each rank's parts, for ``SaveSources.set_places``.\n\n"
+           "A part is the number of its tensor, and its offsets and size in the tensor.");
+  py::class_<os::MemoryFile>(
+      module, "MemoryFile",
+      "Memory that a rank offers to the ranks of its machine, to collect short writes.")
+      .def_property_readonly("address", [](const os::MemoryFile& file) {
+        return py::bytes(planning::encode_address(file.address()));
+      });
+  module.def("offer_memory", &offer_memory,
+             "Offers memory. Returns None if other processes could not use it. The memory is "
+             "allocated when a rank uses it.");
+  py::class_<ModelSave>(
+      module, "ModelSave",
+      "The coordinator's part of a save in Hugging Face's layout; csrc/directory/model_save.h has "
+      "the protocol.\n\n"
+      "Creates a directory beside ``name`` in ``parent``. Raises OSError, and FileExistsError if "
+      "the directory ``name`` exists and must not be replaced.")
+      .def(py::init([](const os::Directory& parent, const FileName& name, bool replace,
+                       const std::vector<FileName>& extras) {
+             directory::Warnings warnings;
+             auto made = without_gil([&] {
+               return ModelSave::begin(parent, name, replace, {extras.begin(), extras.end()},
+                                       warnings);
+             });
+             warn(warnings);
+             return made;
+           }),
+           py::arg("parent"), py::arg("name"), py::arg("replace"), py::arg("extras"),
+           "``extras`` has the names of the files that ``complete`` receives.")
+      .def_property_readonly(
+          "temporary", [](const ModelSave& save) { return os_text(save.temporary()); },
+          "The name of the new directory.")
+      .def("complete", &complete, py::arg("layout"), py::arg("extras"), py::arg("written"),
+           py::arg("sync"),
+           "Writes headers, the index, other files and checksums, after all ranks have written.\n\n"
+           "``extras`` has the names and contents of the other files; ``written`` has each rank's "
+           "``WrittenFiles.tables``. Raises OSError, and Corrupt if a file does not have its size.")
+      .def("complete_version", &complete_version, py::arg("delta"), py::arg("sync"),
+           "Completes a directory to which ``Delta.write_files`` has written. Raises as "
+           "``complete`` does.")
       .def(
           "link_unchanged",
           [](ModelSave& self, const os::Directory& base, bool sync) {
@@ -334,69 +422,21 @@ void bind_versions(py::module_& module, py::class_<ModelSave>& save) {
             without_gil([&] { return self.link_unchanged(base, sync, warnings); });
             warn(warnings);
           },
-          py::arg("base"), py::arg("sync"))
+          py::arg("base"), py::arg("sync"),
+          "Replaces each file that ``base`` contains with the same name and bytes by a hard link. "
+          "Warns of a file that cannot be linked. Raises OSError.")
       .def(
           "write_delta",
-          [](const ModelSave& self, const os::Directory& base, const std::filesystem::path& name,
-             bool sync) {
+          [](const ModelSave& self, const os::Directory& base, const FileName& name, bool sync) {
             without_gil([&] {
-              return engine::write_delta(engine::Context::process(), base, name.native(),
-                                         self.directory(), sync);
+              return engine::write_delta(engine::Context::process(), base, name, self.directory(),
+                                         sync);
             });
           },
-          py::arg("base"), py::arg("name"), py::arg("sync"));
-  py::class_<Delta>(module, "Delta")
-      .def(py::init(&read_delta), py::arg("directory"), py::arg("name"))
-      .def_property_readonly("base", [](const Delta& self) { return os_text(self.base()); })
-      .def("tensors", &tensors_of)
-      .def("apply", &apply, py::arg("targets"))
-      .def(
-          "write_files",
-          [](const Delta& self, const os::Directory& base, const os::Directory& to) {
-            return self.write_files(engine::Context::process(), base, to);
-          },
-          py::arg("base"), py::arg("to"), NoGil());
-}
-
-}  // namespace
-
-void bind_model(py::module_& module) {
-  py::class_<SafetensorsLayout>(module, "SafetensorsLayout")
-      .def(py::init(&layout_of_plan), py::arg("coordinator"), py::arg("names"), py::arg("cast"),
-           py::arg("max_shard_bytes"), py::arg("metadata"), py::arg("tag") = "")
-      .def_static("of_tensors", &layout_of_rows, py::arg("tensors"), py::arg("cast"),
-                  py::arg("max_shard_bytes"), py::arg("metadata"))
-      .def("files", &files_of)
-      .def_property_readonly(
-          "index", [](const SafetensorsLayout& layout) { return py::bytes(layout.index()); })
-      .def("checksums", &checksums_of, py::arg("extras"), py::arg("written"))
-      .def("object_files", &object_files, py::arg("coordinator"), py::arg("assembles_all"))
-      .def("interleaves", &interleaves, py::arg("coordinator"), py::arg("hosts"), NoGil())
-      .def("shares_files", &shares_files, py::arg("coordinator"), py::arg("hosts"), NoGil())
-      .def("places_of_plan", &places_of_plan, py::arg("coordinator"), py::arg("offers"))
-      .def("places_of_parts", &places_of_parts, py::arg("parts"), py::arg("offers"));
-  py::class_<os::MemoryFile>(module, "MemoryFile")
-      .def_property_readonly("address", [](const os::MemoryFile& file) {
-        return py::bytes(planning::encode_address(file.address()));
-      });
-  module.def("offer_memory", &offer_memory);
-  py::class_<ModelSave> model_save(module, "ModelSave");
-  model_save
-      .def(py::init([](const os::Directory& parent, const std::filesystem::path& name, bool replace,
-                       const std::vector<std::filesystem::path>& extras) {
-             std::set<std::string> names;
-             for (const auto& extra : extras) names.insert(extra.native());
-             directory::Warnings warnings;
-             auto made = without_gil(
-                 [&] { return ModelSave::begin(parent, name.native(), replace, names, warnings); });
-             warn(warnings);
-             return std::make_unique<ModelSave>(std::move(made));
-           }),
-           py::arg("parent"), py::arg("name"), py::arg("replace"), py::arg("extras"))
-      .def_property_readonly("temporary",
-                             [](const ModelSave& save) { return os_text(save.temporary()); })
-      .def("complete", &complete, py::arg("layout"), py::arg("extras"), py::arg("written"),
-           py::arg("sync"))
+          py::arg("base"), py::arg("name"), py::arg("sync"),
+          "Writes the delta from ``base``, which ``name`` names in messages, to the directory.\n\n"
+          "Raises OSError, ValueError if ``base`` has no checksums, and Corrupt if a file of "
+          "either directory does not match them.")
       .def(
           "publish",
           [](ModelSave& save, bool sync) {
@@ -405,11 +445,13 @@ void bind_model(py::module_& module) {
             warn(warnings);
             raise_unpublished(outcome);
           },
-          py::arg("sync"))
-      .def("discard", [](ModelSave& save) {
-        run_and_warn([&](directory::Warnings& warnings) { save.discard(warnings); });
-      });
-  bind_versions(module, model_save);
+          py::arg("sync"), "Gives the directory its name. Raises OSError and DurabilityUncertain.")
+      .def(
+          "discard",
+          [](ModelSave& save) {
+            run_and_warn([&](directory::Warnings& warnings) { save.discard(warnings); });
+          },
+          "Removes the directory. Does nothing after ``publish``.");
   bind_assemblies(module);
 }
 

@@ -26,28 +26,27 @@ using planning::SaveCoordinator;
 using Written = std::vector<const WrittenFiles*>;
 using Structure = std::pair<py::bytes, py::bytes>;
 
-py::bytes object_of(std::string_view bytes) { return {bytes.data(), bytes.size()}; }
-
 std::vector<planning::WrittenFiles> files_of(const Written& written) {
   std::vector<planning::WrittenFiles> files;
   for (const WrittenFiles* of_rank : written) files.emplace_back(of_rank->files);
   return files;
 }
 
-/// Returns the template, or None if the message does not need it, and the message.
-py::tuple message_of(const RankPlan& plan, const Structure& structure,
-                     const std::optional<py::bytes>& fingerprints, bool with_parts) {
+std::pair<std::optional<py::bytes>, Bytes> message_of(const RankPlan& plan,
+                                                      const Structure& structure,
+                                                      const std::optional<py::bytes>& fingerprints,
+                                                      bool with_parts) {
   const auto& [of_template, parts] = structure;
   const std::string_view sums = fingerprints ? std::string_view(*fingerprints) : "";
   if (!with_parts && plan.is_of(of_template, parts)) {
-    return py::make_tuple(py::none(), py::bytes(plan.message(std::nullopt, sums)));
+    return {std::nullopt, Bytes{plan.message(std::nullopt, sums)}};
   }
-  return py::make_tuple(of_template, py::bytes(plan.message(std::string_view(parts), sums)));
+  return {of_template, Bytes{plan.message(std::string_view(parts), sums)}};
 }
 
 /// Returns the replies. Equal replies are one object.
-py::list assign(SaveCoordinator& coordinator,
-                const std::vector<std::pair<std::optional<py::bytes>, py::bytes>>& given) {
+auto assign(SaveCoordinator& coordinator,
+            const std::vector<std::pair<std::optional<py::bytes>, py::bytes>>& given) {
   std::vector<SaveCoordinator::Message> messages;
   for (const auto& [of_template, message] : given) {
     messages.emplace_back(message, of_template ? std::string_view(*of_template) : "");
@@ -59,57 +58,45 @@ py::list assign(SaveCoordinator& coordinator,
   });
 }
 
-index::EncodedMetadata encoded(
-    SaveCoordinator& coordinator, const Written& written,
-    const std::vector<std::pair<std::string, std::optional<py::str>>>& meta,
-    const std::string& version) {
+index::EncodedMetadata encoded(SaveCoordinator& coordinator, const Written& written,
+                               const std::vector<std::pair<std::string, std::optional<Name>>>& meta,
+                               const std::string& version) {
   index::MetadataExtras extras;
   extras.version = version;
-  for (const auto& [name, value] : meta) {
-    extras.storage_meta.emplace_back(name, value ? std::optional(bytes_of(*value)) : std::nullopt);
-  }
+  for (const auto& [name, value] : meta) extras.storage_meta.emplace_back(name, value);
   return without_gil([&] { return coordinator.encode(files_of(written), extras); });
 }
 
-/// Returns the name of the number that has changed, or None, and the names of the tensors of each
-/// unchanged group.
-py::tuple changes_of(const SaveCoordinator& coordinator, const Written& before, const Written& now,
-                     const py::str& counter) {
+auto changes_of(const SaveCoordinator& coordinator, const Written& before, const Written& now,
+                const Name& counter) {
   const planning::GlobalPlan& plan = coordinator.plan();
-  const std::string ignored = bytes_of(counter);
   const planning::Changes changes = without_gil(
-      [&] { return planning::changes_between(plan, files_of(before), files_of(now), ignored); });
-  py::dict unchanged;
+      [&] { return planning::changes_between(plan, files_of(before), files_of(now), counter); });
+  const auto name_of = [&](std::uint32_t name) { return text_of(plan.name(name)); };
+  py::typing::Dict<py::str, py::typing::List<py::str>> unchanged;
   for (const auto& [group, names] : changes.unchanged) {
-    py::list texts;
-    for (const std::uint32_t name : names) texts.append(text_of(plan.name(name)));
-    unchanged[text_of(group)] = texts;
+    unchanged[text_of(group)] = list_of(names, name_of);
   }
-  const py::object moved =
-      changes.moved ? py::object(text_of(plan.name(*changes.moved))) : py::none();
-  return py::make_tuple(moved, unchanged);
+  return std::pair(changes.moved ? std::optional(name_of(*changes.moved)) : std::nullopt,
+                   unchanged);
 }
 
-py::list names_of(const SaveCoordinator& coordinator) {
-  py::list names;
+auto names_of(const SaveCoordinator& coordinator) {
+  py::typing::List<py::str> names;
   for (std::size_t i = 0; i < coordinator.plan().names(); ++i) {
     names.append(text_of(coordinator.plan().name(i)));
   }
   return names;
 }
 
-/// Returns the name of each value that differs, and the ranks that have each version of it.
-py::list differing_replicas(const SaveCoordinator& coordinator) {
+auto differing_replicas(const SaveCoordinator& coordinator) {
   const auto differing = without_gil([&] { return coordinator.differing_replicas(); });
   return list_of(differing, [](const planning::DifferingReplica& replica) {
     return py::make_tuple(text_of(replica.name), replica.groups);
   });
 }
 
-/// Returns the name of each differing copy, the ranks that have each version of it, and the ranks
-/// of each mesh.
-py::list differing_copies(const SaveCoordinator& coordinator,
-                          const std::vector<py::bytes>& checksums) {
+auto differing_copies(const SaveCoordinator& coordinator, const std::vector<py::bytes>& checksums) {
   const std::vector<std::string_view> of_ranks(checksums.begin(), checksums.end());
   const auto differing =
       without_gil([&] { return planning::differing_copies(coordinator.plan(), of_ranks); });
@@ -121,34 +108,64 @@ py::list differing_copies(const SaveCoordinator& coordinator,
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  py::class_<RankPlan>(module, "RankPlan")
+  py::class_<RankPlan>(
+      module, "RankPlan",
+      "The plan of one rank for the saves of a group (csrc/planning/save_coordinator.h).\n\n"
+      "``structure`` is the result of ``FlatState.contents``.")
       .def(py::init<>())
       .def("message", &message_of, py::arg("structure"), py::arg("fingerprints"),
-           py::arg("with_parts") = false)
+           py::arg("with_parts") = false,
+           "The template, or None if the rank has the plan, and the message to the coordinator.")
       .def(
           "accept",
           [](RankPlan& plan, const Structure& structure, const py::bytes& reply) {
             return plan.accept(structure.first, structure.second, reply);
           },
           py::arg("structure"), py::arg("reply"))
-      .def_property_readonly("items", [](const RankPlan& plan) { return object_of(plan.items()); })
-      .def_property_readonly("copies",
-                             [](const RankPlan& plan) { return object_of(plan.copies()); });
-  py::class_<SaveCoordinator>(module, "SaveCoordinator")
+      .def_property_readonly(
+          "items", [](const RankPlan& plan) { return py::bytes(plan.items()); },
+          "The numbers of the items that the rank writes, for ``FlatState.sources``.")
+      .def_property_readonly(
+          "copies", [](const RankPlan& plan) { return py::bytes(plan.copies()); },
+          "The numbers of the items that must be copies of other ranks' items, for "
+          "``FlatState.checksums``.");
+  py::class_<SaveCoordinator>(
+      module, "SaveCoordinator",
+      "The plans of all ranks. ``before``, ``now`` and ``written`` are by rank.")
       .def(py::init<>())
-      .def("assign", &assign, py::arg("messages"))
-      .def_property_readonly("plan_hash", &SaveCoordinator::plan_hash)
-      .def("names", &names_of)
-      .def("bytes_by_rank",
-           [](const SaveCoordinator& self) {
-             const auto bytes = self.plan().bytes();
-             return std::vector<std::uint64_t>(bytes.begin(), bytes.end());
-           })
-      .def("differing_replicas", &differing_replicas)
-      .def("differing_copies", &differing_copies, py::arg("checksums"))
-      .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))
-      .def("describe", &SaveCoordinator::describe, NoGil())
-      .def("encode", &encoded, py::arg("written"), py::arg("storage_meta"), py::arg("version"));
+      .def("assign", &assign, py::arg("messages"),
+           "The replies, by rank; empty if all ranks must send their parts.\n\n"
+           "Raises CheckpointError if the values of a name differ in kind, dtype or size between "
+           "ranks, or if the shards of a tensor do not cover it, on each of its meshes.")
+      .def_property_readonly(
+          "plan_hash", &SaveCoordinator::plan_hash,
+          "A number that is equal for plans of the same states, in this process.")
+      .def("names", &names_of, "The fully qualified names of all values.")
+      .def(
+          "bytes_by_rank",
+          [](const SaveCoordinator& self) {
+            const auto bytes = self.plan().bytes();
+            return std::vector<std::uint64_t>(bytes.begin(), bytes.end());
+          },
+          "The bytes of plain tensors and DTensors that each rank writes.")
+      .def("differing_replicas", &differing_replicas,
+           "Names of the values whose fingerprints differ in the last messages, and the groups of "
+           "ranks that have the same version.")
+      .def("differing_copies", &differing_copies, py::arg("checksums"),
+           "Sharded tensors that are not copies, given the checksums of each rank.\n\n"
+           "Returns the name of each, the groups of ranks that have the same version, and the "
+           "ranks of each mesh.")
+      .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"),
+           "Compares two saves: changed number, and the unchanged groups with their names.\n\n"
+           "The number is the first object or one-element tensor that has changed, except "
+           "``counter``. A group is all tensors under one top-level key. There are no groups if no "
+           "number has changed.")
+      .def("describe", &SaveCoordinator::describe, NoGil(),
+           "Encodes the part of the metadata that depends only on the plan.\n\n"
+           "If it was not called, ``encode`` does it.")
+      .def("encode", &encoded, py::arg("written"), py::arg("storage_meta"), py::arg("version"),
+           "The contents of ``.metadata``.\n\n"
+           "Raises Corrupt if a rank has not reported one location for each of its items.");
 }
 
 }  // namespace torch_ckpt::python

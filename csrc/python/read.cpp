@@ -30,17 +30,16 @@ std::vector<planning::StoredRecord> records_of(const std::vector<const ObjectRea
   return records;
 }
 
-/// Returns the bytes of each object.
-py::list load_bytes(const std::vector<const ObjectRead*>& reads, const py::object& directory,
-                    const py::object& tables, const py::object& options) {
+py::typing::List<py::bytes> load_bytes(const std::vector<const ObjectRead*>& reads,
+                                       engine::Folder directory, const Tables& tables,
+                                       const ReadOptions& options) {
   index::NameTable names;
   const std::vector<planning::StoredRecord> records = records_of(reads, names);
   const std::vector<engine::LoadFile> files = files_with_tables(names, tables);
   engine::LoadOptions load = load_options(options);
-  engine::Folder folder = folder_of(directory);
-  without_gil([&] { return engine::check_records_fit(folder, files, records, load); });
+  without_gil([&] { return engine::check_records_fit(directory, files, records, load); });
   std::vector<engine::RegionRead> complete;
-  py::list values;
+  py::typing::List<py::bytes> values;
   for (const planning::StoredRecord& record : records) {
     // Use bytes objects, which io.BytesIO shares without a copy.
     const auto value = py::reinterpret_steal<py::bytes>(
@@ -53,10 +52,10 @@ py::list load_bytes(const std::vector<const ObjectRead*>& reads, const py::objec
     load.target_bytes += record.length;
     values.append(value);
   }
-  const py::none no_progress;
+  const Progress no_progress = py::none();
   without_gil([&]() -> Result<> {
-    auto session = engine::LoadSession::start(engine::Context::process(), std::move(folder), files,
-                                              std::move(complete), load);
+    auto session = engine::LoadSession::start(engine::Context::process(), std::move(directory),
+                                              files, std::move(complete), load);
     if (!session) return session.error();
     wait_for(**session, no_progress);
     if (auto failure = (*session)->failure()) return std::move(*failure);
@@ -68,24 +67,29 @@ py::list load_bytes(const std::vector<const ObjectRead*>& reads, const py::objec
 }  // namespace
 
 void bind_read(py::module_& module) {
+  // Scratch memory in bytes that each thread of a load uses, if the budget permits.
   module.attr("load_chunk_bytes") = engine::LoadOptions{}.chunk_bytes;
+  // Scratch memory in bytes that every load needs.
   module.attr("least_scratch_bytes") = engine::LoadOptions::kMinScratchBytes;
-  py::class_<ObjectRead>(module, "ObjectRead")
-      .def(py::init([](const py::str& name, const py::str& file, const py::object& offset,
-                       const py::object& length, py::object target) {
-             const std::string text = bytes_of(name);
-             return ObjectRead{text, bytes_of(file), number_of(offset, text, "offset"),
-                               number_of(length, text, "length"), std::move(target)};
+  py::class_<ObjectRead>(module, "ObjectRead",
+                         "An object to read: its name, and the location of its record.\n\n"
+                         "``target`` is for the caller: where the object belongs. Raises Corrupt "
+                         "if the offset or the length is not a number of bytes.")
+      .def(py::init([](const Name& name, const Name& file, const Number& offset,
+                       const Number& length, Typed<"typing.Any"> target) {
+             return ObjectRead{name, file, number_of(offset, name, "offset"),
+                               number_of(length, name, "length"), std::move(target)};
            }),
            py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
            py::arg("target") = py::none())
-      .def_property_readonly("name", [](const ObjectRead& read) { return text_of(read.name); })
-      .def_property_readonly("file", [](const ObjectRead& read) { return text_of(read.file); })
+      .def_property_readonly("name", text_getter(&ObjectRead::name))
+      .def_property_readonly("file", text_getter(&ObjectRead::file))
       .def_readonly("offset", &ObjectRead::offset)
       .def_readonly("length", &ObjectRead::length)
       .def_readonly("target", &ObjectRead::target);
   module.def("load_bytes", &load_bytes, py::arg("reads"), py::kw_only(), py::arg("directory"),
-             py::arg("tables"), py::arg("options"));
+             py::arg("tables"), py::arg("options"),
+             "Reads the records of objects. ``tables`` has the checksum table of each file.");
 }
 
 }  // namespace torch_ckpt::python

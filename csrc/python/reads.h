@@ -22,12 +22,15 @@ struct ObjectRead {
   std::string file;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
-  pybind11::object target;
+  Typed<"typing.Any"> target;
 };
 
+/// The CheckpointIndex that has the checksum tables, or a dict from file names to tables.
+using Tables = Typed<"torch_ckpt._core.CheckpointIndex | dict[str, bytes]">;
+using Number = Typed<"int">;
+
 /// Converts an offset or length from the metadata, which may be damaged or malicious.
-inline std::uint64_t number_of(const pybind11::object& value, const std::string& name,
-                               const char* what) {
+inline std::uint64_t number_of(const Number& value, const std::string& name, const char* what) {
   const std::uint64_t number =
       PyLong_Check(value.ptr()) ? PyLong_AsUnsignedLongLong(value.ptr()) : std::uint64_t(-1);
   if (number != std::uint64_t(-1)) return number;
@@ -37,10 +40,9 @@ inline std::uint64_t number_of(const pybind11::object& value, const std::string&
                                                        pybind11::repr(value).cast<std::string>()));
 }
 
-/// Returns the files with their checksum tables. `tables`: the CheckpointIndex that has the tables,
-/// or a dict from file names to tables.
+/// Returns the files with their checksum tables.
 inline std::vector<engine::LoadFile> files_with_tables(const index::NameTable& names,
-                                                       const pybind11::object& tables) {
+                                                       const Tables& tables) {
   std::vector<engine::LoadFile> files;
   for (std::size_t i = 0; i < names.size(); ++i) files.push_back({std::string(names.at(i)), {}});
   if (pybind11::isinstance<pybind11::dict>(tables)) {
@@ -61,8 +63,7 @@ inline std::vector<engine::LoadFile> files_with_tables(const index::NameTable& n
   return files;
 }
 
-/// options: a torch_ckpt.ReadOptions.
-inline engine::LoadOptions load_options(const pybind11::handle& options, const Events& ready = {}) {
+inline engine::LoadOptions load_options(const ReadOptions& options, const Events& ready = {}) {
   auto load = read_options<engine::LoadOptions>(options);
   load.verify = options.attr("verify").cast<bool>();
   load.ready = ready_events(ready);

@@ -3,16 +3,19 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/list.h"
 #include "python/memory.h"
+#include "python/text.h"
 
 namespace py = pybind11;
 
@@ -42,29 +45,26 @@ std::shared_ptr<ProcessChannel> at(const Address& given) {
   return std::make_shared<ProcessChannel>(address);
 }
 
-py::list take_objects(ProcessChannel& channel) {
-  py::list taken;
-  for (const std::string& object : without_gil([&] { return channel.take_objects(); })) {
-    taken.append(py::bytes(object));
-  }
-  return taken;
+auto take_objects(ProcessChannel& channel) {
+  return list_of(without_gil([&] { return channel.take_objects(); }),
+                 [](const std::string& object) { return py::bytes(object); });
 }
 
 Result<> wait(ProcessChannel& channel, double seconds) {
   return channel.wait(milliseconds_of(seconds));
 }
 
-/// Returns the files, or the object that was sent instead. Returns None after `seconds`.
-py::object wait_for_files(ProcessChannel& channel, double seconds) {
+std::optional<std::variant<WrittenFiles, Bytes>> wait_for_files(ProcessChannel& channel,
+                                                                double seconds) {
   const auto outcome =
       without_gil([&] { return channel.wait_for_files(milliseconds_of(seconds)); });
-  if (!outcome) return py::none();
-  if (outcome->object) return py::bytes(*outcome->object);
-  return py::cast(WrittenFiles{outcome->files});
+  if (!outcome) return std::nullopt;
+  if (outcome->object) return Bytes{*outcome->object};
+  return WrittenFiles{outcome->files};
 }
 
-using FileOfPython =
-    std::tuple<std::string, std::string, std::vector<std::array<std::uint64_t, 4>>>;
+using Item = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint32_t>;
+using FileOfPython = std::tuple<std::string, Bytes, std::vector<Item>>;
 
 WrittenFiles written_files(const std::vector<FileOfPython>& given) {
   std::vector<format::FileResult> files;
@@ -75,7 +75,7 @@ WrittenFiles written_files(const std::vector<FileOfPython>& given) {
     std::vector<format::ItemLocation> locations;
     for (const auto& [item, offset, length, crc] : items) {
       locations.push_back({item, offset, length});
-      file.crcs.push_back(static_cast<std::uint32_t>(crc));
+      file.crcs.push_back(crc);
     }
     file.locations = format::ItemLocations(locations);
   }
@@ -88,8 +88,8 @@ std::size_t count_of(const WrittenFiles& written) {
   return items;
 }
 
-/// Returns (file name, offset, length, payload CRC-32) for each item, beginning with item `first`.
-py::list locations_of(const WrittenFiles& written, std::size_t first) {
+Typed<"list[tuple[str, int, int, int]]"> locations_of(const WrittenFiles& written,
+                                                      std::size_t first) {
   const std::size_t items = count_of(written);
   py::list locations(items - std::min(first, items));
   std::vector<bool> seen(items);
@@ -105,18 +105,15 @@ py::list locations_of(const WrittenFiles& written, std::size_t first) {
       if (item >= first) locations[item - first] = py::make_tuple(name, offset, length, crc);
     }
   }
-  return locations;
+  return py::object(locations);
 }
 
-py::list names_of(const WrittenFiles& written) {
-  py::list names;
-  for (const format::FileResult& file : written.files) names.append(py::str(file.name));
-  return names;
+auto names_of(const WrittenFiles& written) {
+  return list_of(written.files, [](const format::FileResult& file) { return py::str(file.name); });
 }
 
-/// Returns the checksum tables by file name.
-py::dict tables_of(const WrittenFiles& written) {
-  py::dict tables;
+auto tables_of(const WrittenFiles& written) {
+  py::typing::Dict<py::str, py::bytes> tables;
   for (const format::FileResult& file : written.files) {
     tables[py::str(file.name)] = py::bytes(file.checksum_table);
   }
@@ -135,31 +132,44 @@ WrittenFiles from_frames(const py::tuple& state) {
 
 }  // namespace
 
-std::shared_ptr<ProcessChannel> channel_of(const py::object& channel) {
-  if (channel.is_none()) return nullptr;
-  return channel.cast<std::shared_ptr<ProcessChannel>>();
-}
-
 void bind_results(py::module_& module) {
-  py::class_<WrittenFiles>(module, "WrittenFiles")
+  py::class_<WrittenFiles>(
+      module, "WrittenFiles",
+      "The files that one rank has written in one save; its length is the number of items.\n\n"
+      "It can be pickled. ``files`` has the name and checksum table of each file, and the number, "
+      "offset, length and CRC-32 of each item in it.")
       .def(py::init(&written_files), py::arg("files"))
-      .def_property_readonly("names", &names_of)
-      .def_property_readonly("tables", &tables_of)
-      .def("locations", &locations_of, py::arg("first") = 0)
+      .def_property_readonly("names", &names_of, "Names of the files.")
+      .def_property_readonly("tables", &tables_of, "Checksum tables by file name.")
+      .def("locations", &locations_of, py::arg("first") = 0,
+           "File name, offset, length in bytes, and CRC-32 of each item from ``first`` on.")
       .def("__len__", &count_of)
       .def(py::pickle(&frames_of, &from_frames));
-  py::class_<ProcessChannel, std::shared_ptr<ProcessChannel>>(module, "ProcessChannel")
+  py::class_<ProcessChannel, std::shared_ptr<ProcessChannel>>(
+      module, "ProcessChannel",
+      "A results channel between processes, in memory. Only the wait methods wait.\n\n"
+      "Methods raise OSError if a system call fails: the owner has ended, or there is no memory or "
+      "no free descriptor.")
       .def(py::init([] { return unwrap(ProcessChannel::create()); }), NoGil())
-      .def_static("at", &at, py::arg("address"))
+      .def_static("at", &at, py::arg("address"), "The channel of another process, to send to.")
       .def_property_readonly(
           "address", [](ProcessChannel& channel) -> Address { return fields(channel.address()); })
       .def("send_object", &ProcessChannel::send_object, py::arg("pickled"), NoGil())
-      .def("begin", &ProcessChannel::announce, py::arg("what"), NoGil())
-      .def("take_objects", &take_objects)
-      .def("take_missed", &ProcessChannel::take_dead_senders, NoGil())
-      .def("wait", &wait, py::arg("seconds"), NoGil())
+      .def("begin", &ProcessChannel::announce, py::arg("what"), NoGil(),
+           "Announces that this process will send an object. ``what`` describes it for messages.")
+      .def("take_objects", &take_objects,
+           "Objects that were sent since the last call, oldest first.")
+      .def("take_missed", &ProcessChannel::take_dead_senders, NoGil(),
+           "Process id and ``what`` of each process that ended between ``begin`` and "
+           "``send_object``.\n\n"
+           "Each is returned once.")
+      .def("wait", &wait, py::arg("seconds"), NoGil(),
+           "Waits for an object, a call of ``wake``, or the end of a process after its ``begin``.")
       .def("wake", &ProcessChannel::wake, NoGil())
-      .def("wait_for_files", &wait_for_files, py::arg("seconds"));
+      .def("wait_for_files", &wait_for_files, py::arg("seconds"),
+           "Waits, in a forked child, for the results of a save of the parent.\n\n"
+           "Returns the object that was sent in their place as bytes, or None after ``seconds``. "
+           "Raises the save's error, and CheckpointError if the parent has died.");
 }
 
 }  // namespace torch_ckpt::python

@@ -16,7 +16,4 @@ struct WrittenFiles {
   std::vector<format::FileResult> files;
 };
 
-/// Converts a ProcessChannel, or None to nullptr.
-std::shared_ptr<engine::ProcessChannel> channel_of(const pybind11::object& channel);
-
 }  // namespace torch_ckpt::python

@@ -122,7 +122,7 @@ Error error_of(const py::error_already_set& raised, const char* operation,
 /// A store whose functions are written in Python.
 class PythonStore final : public engine::Store {
  public:
-  /// files: an object with the methods that _core.Store (_core.pyi) describes.
+  /// files: an object with the methods that the docstring of _core.Store describes.
   PythonStore(std::string path, py::object files)
       : path_(std::move(path)), files_(std::move(files)) {}
   ~PythonStore() override {
@@ -205,35 +205,60 @@ class PythonStore final : public engine::Store {
 }  // namespace
 
 void bind_store(py::module_& module) {
-  py::class_<PieceBuffer, std::shared_ptr<PieceBuffer>>(module, "PieceBuffer",
+  py::class_<PieceBuffer, std::shared_ptr<PieceBuffer>>(module, "_PieceBuffer",
                                                         py::buffer_protocol())
       .def_buffer([](const PieceBuffer& buffer) {
         const auto bytes = buffer.bytes();
         return py::buffer_info(bytes.data(), 1, "B", 1, {bytes.size()}, {1}, true);
       });
-  py::class_<LentPiece>(module, "FilePiece")
-      .def_property_readonly("file_bytes", [](const LentPiece& it) { return it.piece.file_bytes; })
-      .def_property_readonly("offset", [](const LentPiece& it) { return it.piece.offset; })
-      .def_property_readonly("bytes", [](const LentPiece& it) { return it.piece.bytes; })
-      .def_property_readonly("is_last", [](const LentPiece& it) { return it.piece.is_last(); })
-      .def_property_readonly("is_cancelled", [](const LentPiece& it) { return it.is_cancelled(); })
-      .def("buffer",
-           [](const LentPiece& it) {
-             return std::make_shared<PieceBuffer>(it.chunk, it.piece.bytes);
-           })
+  py::class_<LentPiece>(
+      module, "FilePiece",
+      "A piece of a file that the engine writes to a :class:`Store` (csrc/engine/store.h).")
+      .def_property_readonly(
+          "file_bytes", [](const LentPiece& it) { return it.piece.file_bytes; },
+          "Size of the complete file.")
+      .def_property_readonly(
+          "offset", [](const LentPiece& it) { return it.piece.offset; },
+          "Offset of the piece in the file.")
+      .def_property_readonly(
+          "bytes", [](const LentPiece& it) { return it.piece.bytes; }, "Size of the piece.")
+      .def_property_readonly(
+          "is_last", [](const LentPiece& it) { return it.piece.is_last(); },
+          "True if the piece is at the end of the file.")
+      .def_property_readonly(
+          "is_cancelled", [](const LentPiece& it) { return it.is_cancelled(); },
+          "True if the save has failed or was cancelled. Then the call must end soon.")
+      .def(
+          "buffer",
+          [](const LentPiece& it) {
+            const py::object buffer =
+                py::cast(std::make_shared<PieceBuffer>(it.chunk, it.piece.bytes));
+            PyObject* const view = PyMemoryView_FromObject(buffer.ptr());
+            if (view == nullptr) throw py::error_already_set();
+            return py::reinterpret_steal<py::memoryview>(view);
+          },
+          "The bytes. The engine uses the memory again when no buffer of the piece exists.")
       .def(
           "wait",
           [](const LentPiece& it, double seconds) {
             return it.chunk->wait_until_unused(std::chrono::duration<double>(seconds));
           },
-          py::arg("seconds"), NoGil());
-  py::class_<engine::Store, std::shared_ptr<engine::Store>>(module, "Store")
-      .def(py::init([](const py::str& path, py::object files) -> std::shared_ptr<engine::Store> {
-             return std::make_shared<PythonStore>(bytes_of(path), std::move(files));
+          py::arg("seconds"), NoGil(),
+          "Waits until no buffer of the piece exists; False if ``seconds`` have passed first.");
+  py::class_<engine::Store, std::shared_ptr<engine::Store>>(
+      module, "Store",
+      "Files that are not in a local directory (csrc/engine/store.h).\n\n"
+      "The engine calls methods of ``files`` from its threads. ``write(name, piece)`` returns when "
+      "no buffer of the :class:`FilePiece` exists and, for the last piece, when the file is "
+      "complete. ``size(name)`` returns the size of a file, and ``read(name, offset, bytes)`` "
+      "exactly that many bytes. ``files`` must not refer to the store.")
+      .def(py::init([](const Name& path, py::object files) -> std::shared_ptr<engine::Store> {
+             return std::make_shared<PythonStore>(path, std::move(files));
            }),
            py::arg("path"), py::arg("files"))
-      .def_property_readonly("path",
-                             [](const engine::Store& store) { return text_of(store.path()); });
+      .def_property_readonly(
+          "path", [](const engine::Store& store) { return text_of(store.path()); },
+          "Path or URL, for messages.");
 }
 
 }  // namespace torch_ckpt::python

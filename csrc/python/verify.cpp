@@ -29,9 +29,8 @@ void add(CheckpointVerification& verification, const index::CheckpointIndex& ind
   interrupts.run([&] { return verification.add(index, interrupts.check()); });
 }
 
-/// options: a torch_ckpt.ReadOptions.
-void run(CheckpointVerification& verification, const py::object& options,
-         const py::object& progress) {
+void run(CheckpointVerification& verification, const ReadOptions& options,
+         const Progress& progress) {
   const auto verify = read_options<engine::VerifyOptions>(options);
   without_gil([&]() -> Result<> {
     auto session = verification.start(engine::Context::process(), verify);
@@ -44,38 +43,47 @@ void run(CheckpointVerification& verification, const py::object& options,
 }  // namespace
 
 void bind_verify(py::module_& module) {
-  module.def("is_file_damage", &engine::is_file_damage, py::arg("error_number"));
-  py::enum_<CheckpointFault::Kind>(module, "FaultKind")
+  module.def("is_file_damage", &engine::is_file_damage, py::arg("error_number"),
+             "True if an errno indicates a damaged file rather than a failing machine.");
+  py::enum_<CheckpointFault::Kind>(module, "FaultKind", "Kinds of faults of a checkpoint.")
       .value("DAMAGED", CheckpointFault::Kind::damaged)
       .value("UNREAD", CheckpointFault::Kind::unread)
       .value("INCOMPLETE", CheckpointFault::Kind::incomplete);
-  py::class_<CheckpointFault>(module, "CheckpointFault")
+  py::class_<CheckpointFault>(
+      module, "CheckpointFault",
+      "A fault that a verification has found; see csrc/engine/checkpoint_verification.h.")
       .def_readonly("kind", &CheckpointFault::kind)
-      .def_property_readonly("name", [](const CheckpointFault& self) { return text_of(self.name); })
-      .def_property_readonly("file", [](const CheckpointFault& self) { return text_of(self.file); })
+      .def_property_readonly("name", text_getter(&CheckpointFault::name),
+                             "The tensor or object; empty: the file itself.")
+      .def_property_readonly("file", text_getter(&CheckpointFault::file))
       .def_readonly("offset", &CheckpointFault::offset)
       .def_readonly("bytes", &CheckpointFault::bytes)
       .def_property_readonly("what",
                              [](const CheckpointFault& self) { return os_text(self.what); });
-  py::class_<CheckpointVerification>(module, "CheckpointVerification")
-      .def(py::init([](const py::object& directory) {
-             return std::make_unique<CheckpointVerification>(folder_of(directory));
-           }),
-           py::arg("directory"))
-      .def("add", &add, py::arg("index"))
-      .def("run", &run, py::arg("options"), py::arg("progress"))
-      .def("names_file", [](const CheckpointVerification& self,
-                            const py::str& name) { return self.names_file(bytes_of(name)); })
+  py::class_<CheckpointVerification>(
+      module, "CheckpointVerification",
+      "Verifies a checkpoint: first ``add`` for each metadata file, then ``run``.")
+      .def(py::init<engine::Folder>(), py::arg("directory"))
+      .def("add", &add, py::arg("index"), "Checks one metadata file and collects its records.")
+      .def("run", &run, py::arg("options"), py::arg("progress"),
+           "Reads and checks the records. Raises ValueError and OSError.")
+      .def(
+          "names_file",
+          [](const CheckpointVerification& self, const Name& name) {
+            return self.names_file(name);
+          },
+          py::arg("name"), "True if the metadata names this file.")
       .def_property_readonly("records", &CheckpointVerification::records)
       .def_property_readonly("bytes", &CheckpointVerification::bytes)
       .def_property_readonly("faults", &CheckpointVerification::faults)
-      .def_property_readonly("missing",
-                             [](const CheckpointVerification& self) {
-                               return list_of(self.missing(), [](const auto& file) {
-                                 return py::make_tuple(text_of(file.first),
-                                                       list_of(file.second, text_of));
-                               });
-                             })
+      .def_property_readonly(
+          "missing",
+          [](const CheckpointVerification& self) {
+            return list_of(self.missing(), [](const auto& file) {
+              return py::make_tuple(text_of(file.first), list_of(file.second, text_of));
+            });
+          },
+          "Each file that does not exist, and the names stored in it.")
       .def_property_readonly("unverifiable", [](const CheckpointVerification& self) {
         return list_of(self.unverifiable(), text_of);
       });

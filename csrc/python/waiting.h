@@ -8,13 +8,14 @@
 #include "engine/end_session.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/options.h"
 
 namespace torch_ckpt::python {
 
 /// Waits without the GIL until a load or verify session ends. Every 100 ms, takes the GIL, handles
 /// signals (Ctrl-C) and calls `progress` unless it is None.
 template <class Session>
-void wait_for(Session& session, const pybind11::object& progress, std::uint64_t done_before = 0) {
+void wait_for(Session& session, const Progress& progress, std::uint64_t done_before = 0) {
   try {
     for (bool done = false; !done;) {
       done = session.wait_for(std::chrono::milliseconds(100));

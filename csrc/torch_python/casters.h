@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "python/list.h"
+#include "python/text.h"
 #include "torch/scalar_type.h"
 #include "torch/tensor.h"
 
@@ -46,9 +47,16 @@ struct pybind11::detail::type_caster<torch_ckpt::tensors::ScalarType> {
 namespace torch_ckpt::python {
 
 /// Returns a list of torch.device for the numbers of CUDA devices.
-inline pybind11::list devices_of(const std::vector<int>& numbers) {
+inline auto devices_of(const std::vector<int>& numbers) {
   const pybind11::object device = pybind11::module_::import("torch").attr("device");
-  return list_of(numbers, [&](int number) { return device("cuda", number); });
+  return list_of(
+      numbers, [&](int number) -> Typed<"torch.device"> {
+        return pybind11::object(device("cuda", number));
+      });
 }
+
+using AnyObject = Typed<"typing.Any">;
+/// Returns this rank's shards of a DTensor, as ChunkStorageMetadata.
+using LocalChunks = Typed<"collections.abc.Callable[[typing.Any], list[typing.Any]]">;
 
 }  // namespace torch_ckpt::python

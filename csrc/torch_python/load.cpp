@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,7 @@ using index::CheckpointIndex;
 using tensors::FlatState;
 using tensors::LoadState;
 using tensors::MatchReport;
+using tensors::ScalarType;
 using tensors::SizeRule;
 using tensors::TensorRead;
 using tensors::TensorReads;
@@ -51,14 +53,12 @@ NumberedRead read_of(const TensorReads& reads, std::size_t number) {
   return {&reads, number};
 }
 
-void add_read(TensorReads& reads, const py::str& name, const py::str& file,
-              const py::object& offset, const py::object& length, tensors::ScalarType dtype,
-              const Numbers& sizes, const Numbers& offsets, const Numbers& lengths,
-              const tensors::Tensor& tensor, bool is_transformed) {
-  const std::string text = bytes_of(name);
+void add_read(TensorReads& reads, const Name& name, const Name& file, const Number& offset,
+              const Number& length, ScalarType dtype, const Numbers& sizes, const Numbers& offsets,
+              const Numbers& lengths, const tensors::Tensor& tensor, bool is_transformed) {
   TensorRead read =
-      tensors::make_read({text, reads.file_number(bytes_of(file)),
-                          number_of(offset, text, "offset"), number_of(length, text, "length")},
+      tensors::make_read({name, reads.file_number(file), number_of(offset, name, "offset"),
+                          number_of(length, name, "length")},
                          dtype, sizes, offsets, lengths, tensor);
   read.is_transformed = is_transformed;
   reads.add(std::move(read));
@@ -88,13 +88,11 @@ class MarkedAsChanged {
   const tensors::LoadWaves& waves_;
 };
 
-/// Does the reads. Returns the numbers of those that torch.load must do.
-std::vector<std::size_t> load(const TensorReads& reads, const py::object& directory,
-                              const py::object& tables, const py::object& options,
-                              const py::object& progress, const Events& ready) {
-  const engine::Folder folder = folder_of(directory);
+std::vector<std::size_t> load(const TensorReads& reads, const engine::Folder& directory,
+                              const Tables& tables, const ReadOptions& options,
+                              const Progress& progress, const Events& ready) {
   tensors::LoadWaves waves(
-      folder, files_with_tables(reads.files(), tables), load_options(options, ready),
+      directory, files_with_tables(reads.files(), tables), load_options(options, ready),
       [&progress](engine::LoadSession& session, std::uint64_t done_before) {
         wait_for(session, progress, done_before);
       },
@@ -109,18 +107,19 @@ Result<> check_signals() {
   return {};
 }
 
-py::list names_of(const std::vector<std::string_view>& names) { return list_of(names, text_of); }
+auto names_of(const std::vector<std::string_view>& names) { return list_of(names, text_of); }
 
-py::object size_of(const Numbers& sizes) {
-  return py::module_::import("torch").attr("Size")(tuple_of(sizes));
+using Size = Typed<"torch.Size">;
+
+Size size_of(const Numbers& sizes) {
+  return py::object(py::module_::import("torch").attr("Size")(tuple_of(sizes)));
 }
 
-py::object detached(const tensors::Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(tensor.to_python()).attr("detach")();
+Typed<"torch.Tensor"> detached(const tensors::Tensor& tensor) {
+  return py::object(py::reinterpret_steal<py::object>(tensor.to_python()).attr("detach")());
 }
 
-/// Returns name, stored and wanted size of each tensor, as torch_ckpt.LoadReport has them.
-py::list sizes_of(const std::vector<MatchReport::Sizes>& tensors) {
+auto sizes_of(const std::vector<MatchReport::Sizes>& tensors) {
   return list_of(tensors, [](const MatchReport::Sizes& of) {
     return py::make_tuple(text_of(of.name), size_of(of.stored), size_of(of.wanted));
   });
@@ -131,7 +130,7 @@ auto converted() {
   return [](const MatchReport& report) { return Convert(report.*Member); };
 }
 
-py::object size_of(const tensors::Extents& extents) { return size_of(tensors::signed_of(extents)); }
+Size size_of(const tensors::Extents& extents) { return size_of(tensors::signed_of(extents)); }
 
 ObjectRead object_read(const LoadState& state, std::size_t row) {
   const CheckpointIndex::Shard& record = state.record(row);
@@ -139,25 +138,23 @@ ObjectRead object_read(const LoadState& state, std::size_t row) {
           record.length, py::reinterpret_steal<py::object>(state.path(state.row(row)).release())};
 }
 
-/// Plans the reads of a box of a stored tensor.
-void plan_box(const CheckpointIndex& index, const py::str& name, const Numbers& offsets,
+void plan_box(const CheckpointIndex& index, const Name& name, const Numbers& offsets,
               const Numbers& sizes, const tensors::Tensor& target, TensorReads& reads) {
-  const std::string text = bytes_of(name);
-  const auto entry = index.find(text);
-  if (!entry || !index.entries()[*entry].is_tensor) throw py::key_error(text);
+  const auto entry = index.find(name);
+  if (!entry || !index.entries()[*entry].is_tensor) throw py::key_error(name);
   const std::size_t dims = index.extents(index.entries()[*entry].size).size();
   if (offsets.size() != dims || sizes.size() != dims) {
-    throw py::value_error(text + ": the box does not have the tensor's number of dimensions");
+    throw py::value_error(name + ": the box does not have the tensor's number of dimensions");
   }
-  tensors::plan_box(index, text, index.entries()[*entry], {offsets, sizes}, target, reads,
+  tensors::plan_box(index, name, index.entries()[*entry], {offsets, sizes}, target, reads,
                     &check_signals);
 }
 
 void bind_reads(py::module_& module) {
-  module.def("plan_box", &plan_box, py::arg("index"), py::arg("name"), py::arg("offsets"),
-             py::arg("sizes"), py::arg("target"), py::arg("reads"));
   using Read = const NumberedRead&;
-  py::class_<NumberedRead>(module, "TensorRead")
+  py::class_<NumberedRead>(module, "TensorRead",
+                           "One read of a ``TensorReads``: a region of a stored tensor, its "
+                           "record, and the tensor that receives it.")
       .def_property_readonly("name", [](Read read) { return text_of(read->record.name); })
       .def_property_readonly(
           "file", [](Read read) { return text_of(read.reads->files().at(read->record.file)); })
@@ -168,16 +165,24 @@ void bind_reads(py::module_& module) {
       .def_property_readonly("region_offsets", [](Read read) { return size_of(read->offsets()); })
       .def_property_readonly("region_lengths", [](Read read) { return size_of(read->lengths()); })
       .def_property_readonly("tensor", [](Read read) { return detached(read->tensor); })
-      .def_property_readonly("is_transformed", [](Read read) { return read->is_transformed; });
-  py::class_<TensorReads>(module, "TensorReads")
+      .def_property_readonly(
+          "is_transformed", [](Read read) { return read->is_transformed; },
+          "True if a transform has changed the record, so that only torch can read it.");
+  py::class_<TensorReads>(module, "TensorReads",
+                          "Tensors to read from the files of one checkpoint.")
       .def(py::init<>())
-      .def("add", &add_read, py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
-           py::arg("dtype"), py::arg("sizes"), py::arg("region_offsets"), py::arg("region_lengths"),
-           py::arg("tensor"), py::arg("is_transformed") = false)
+      .def(
+          "add", &add_read, py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
+          py::arg("dtype"), py::arg("sizes"), py::arg("region_offsets"), py::arg("region_lengths"),
+          py::arg("tensor"), py::arg("is_transformed") = false,
+          "Adds a region of a stored tensor.\n\n"
+          "Raises Corrupt if the offset or the length is not a number of bytes, and ValueError if "
+          "the region does not lie within the stored tensor, or ``tensor`` does not have its size.")
       .def("__len__", [](const TensorReads& reads) { return reads.reads().size(); })
       .def("__iter__",
            [](const py::object& reads) {
-             return py::reinterpret_steal<py::object>(PySeqIter_New(reads.ptr()));
+             return py::reinterpret_steal<py::typing::Iterator<NumberedRead>>(
+                 PySeqIter_New(reads.ptr()));
            })
       .def("__getitem__", &read_of, py::arg("number"), py::keep_alive<0, 1>())
       .def(
@@ -186,34 +191,55 @@ void bind_reads(py::module_& module) {
              const std::function<bool(py::str)>& can_split) {
             reads.split(max_bytes, [&](std::string_view file) { return can_split(text_of(file)); });
           },
-          py::arg("max_bytes"), py::arg("can_split"))
+          py::arg("max_bytes"), py::arg("can_split"),
+          "Splits reads into targets of more than ``max_bytes`` along the first dimension.\n\n"
+          "Splits only reads from files for whose names ``can_split`` returns True.")
       .def("subset", &TensorReads::subset, py::arg("numbers"))
       .def_property_readonly("stored_bytes", &TensorReads::stored_bytes)
-      .def_property_readonly("digest", &TensorReads::digest)
-      .def_property_readonly("devices",
-                             [](const TensorReads& reads) { return devices_of(reads.devices()); })
-      .def("conversions",
-           [](const TensorReads& reads) {
-             py::list found;
-             for (const TensorRead& of : reads.reads()) {
-               if (of.dtype == of.tensor.dtype()) continue;
-               found.append(py::make_tuple(text_of(of.record.name), of.dtype, of.tensor.dtype()));
-             }
-             return found;
-           })
+      .def_property_readonly("digest", &TensorReads::digest,
+                             "A checksum of which bytes of which files are read.")
+      .def_property_readonly(
+          "devices", [](const TensorReads& reads) { return devices_of(reads.devices()); },
+          "The CUDA devices of the targets.")
+      .def(
+          "conversions",
+          [](const TensorReads& reads) {
+            std::vector<std::tuple<py::str, ScalarType, ScalarType>> found;
+            for (const TensorRead& of : reads.reads()) {
+              if (of.dtype == of.tensor.dtype()) continue;
+              found.emplace_back(text_of(of.record.name), of.dtype, of.tensor.dtype());
+            }
+            return found;
+          },
+          "Name, stored dtype and target dtype of each read that converts the elements.")
       .def("load", &load, py::kw_only(), py::arg("directory"), py::arg("tables"),
-           py::arg("options"), py::arg("progress") = py::none(), py::arg("ready") = Events{});
+           py::arg("options"), py::arg("progress") = py::none(), py::arg("ready") = Events{},
+           "Fills the targets. Returns the numbers of the reads whose records only torch.load can "
+           "read.\n\n"
+           "``tables`` has the checksum table of each file. ``ready`` are devices and events; "
+           "targets on a device are written after its events.");
+  module.def("plan_box", &plan_box, py::arg("index"), py::arg("name"), py::arg("offsets"),
+             py::arg("sizes"), py::arg("target"), py::arg("reads"),
+             "Adds the reads of a box of a stored tensor into ``target``.\n\n"
+             "Raises KeyError if there is no tensor of this name, and Corrupt if the checkpoint "
+             "lacks a record or does not have the box completely.");
 }
 
 }  // namespace
 
 void bind_load(py::module_& module) {
   bind_reads(module);
-  py::enum_<SizeRule>(module, "SizeRule")
+  py::enum_<SizeRule>(module, "SizeRule",
+                      "Permitted differences between the size of a tensor in the state dict and "
+                      "its stored size.\n\n"
+                      "``GROWING``: dimensions may be larger in the state dict. ``ANY``: "
+                      "dimensions may have any size, but their number must be equal.")
       .value("SAME", SizeRule::same)
       .value("GROWING", SizeRule::growing)
       .value("ANY", SizeRule::any);
-  py::class_<MatchReport>(module, "MatchReport")
+  py::class_<MatchReport>(
+      module, "MatchReport",
+      "How a state dict compares with a checkpoint. See torch_ckpt.LoadReport for the lists.")
       .def_property_readonly("loaded", converted<&MatchReport::loaded, names_of>())
       .def_property_readonly("missing", converted<&MatchReport::missing, names_of>())
       .def_property_readonly("unexpected", converted<&MatchReport::unexpected, names_of>())
@@ -226,11 +252,17 @@ void bind_load(py::module_& module) {
                                  return py::make_tuple(text_of(of.name), of.stored, of.wanted);
                                });
                              })
-      .def_readonly("kinds", &MatchReport::kinds)
-      .def_property_readonly("loaded_keys", converted<&MatchReport::loaded_keys, names_of>())
-      .def_property_readonly("absent_keys", converted<&MatchReport::absent_keys, names_of>());
-  py::class_<LoadState, FlatState>(module, "LoadState")
-      .def(py::init([](const py::object& state_dict, const py::object& local_chunks) {
+      .def_readonly("kinds", &MatchReport::kinds,
+                    "Rows that are a tensor in the state dict and an object in the checkpoint, or "
+                    "vice versa.")
+      .def_property_readonly("loaded_keys", converted<&MatchReport::loaded_keys, names_of>(),
+                             "Top-level keys with a value that is loaded.")
+      .def_property_readonly("absent_keys", converted<&MatchReport::absent_keys, names_of>(),
+                             "Top-level keys that contain values, none of which is loaded.");
+  py::class_<LoadState, FlatState>(
+      module, "LoadState",
+      "The targets of a load: a flattened state dict, and what a checkpoint has for it.")
+      .def(py::init([](const AnyObject& state_dict, const LocalChunks& local_chunks) {
              return std::make_unique<LoadState>(state_dict.ptr(), local_chunks.ptr());
            }),
            py::arg("state_dict"), py::arg("local_chunks"))
@@ -245,22 +277,30 @@ void bind_load(py::module_& module) {
             return state.match(index, rule, is_chosen);
           },
           py::arg("index"), py::arg("rule"), py::arg("chosen"), py::keep_alive<1, 2>(),
-          py::keep_alive<0, 1>(), py::keep_alive<0, 2>())
-      .def("undescribed", &LoadState::undescribed)
+          py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),
+          "Compares each value with the entry of the same name.\n\n"
+          "``chosen`` returns True for the names to load; None loads all.")
+      .def("undescribed", &LoadState::undescribed,
+           "Rows that are loaded as tensors and must be described before ``plan``.")
       .def(
           "plan",
           [](const LoadState& state, TensorReads& reads) {
             return state.plan(reads, &check_signals);
           },
-          py::arg("reads"))
+          py::arg("reads"),
+          "Adds the reads of all tensors. Returns the rows of the objects.\n\n"
+          "Raises Corrupt if the checkpoint lacks a record or does not have a tensor completely.")
       .def(
           "is_transformed",
           [](const LoadState& state, std::size_t row) { return state.record(row).is_transformed; },
-          py::arg("row"))
-      .def("object_read", &object_read, py::arg("row"))
+          py::arg("row"), "True if a transform has changed the record of an object in the plan.")
+      .def("object_read", &object_read, py::arg("row"),
+           "The read of an object in the plan. Its target is the value's path.")
       .def("loaded", &LoadState::loaded)
-      .def("loaded_on_meta", &LoadState::loaded_on_meta)
-      .def("zero_unstored", &LoadState::zero_unstored);
+      .def("loaded_on_meta", &LoadState::loaded_on_meta,
+           "Rows that are loaded and are tensors on the meta device.")
+      .def("zero_unstored", &LoadState::zero_unstored,
+           "Sets the elements to zero that lie outside the stored tensors.");
 }
 
 }  // namespace torch_ckpt::python

@@ -32,6 +32,9 @@ std::string use_cuda(const py::module_& torch) {
 
 PYBIND11_MODULE(_C, module) {
   using namespace torch_ckpt;
+  module.doc() =
+      "The part of the engine that accepts and returns tensors; see csrc/torch_python.\n\n"
+      "It makes no decisions. Import torch first, because it needs torch's libraries.";
   // _core binds classes that functions in this module accept and return.
   py::module_::import("torch_ckpt._core");
   const auto torch = py::module_::import("torch");

@@ -29,44 +29,49 @@ using engine::Context;
 using tensors::Save;
 using tensors::Tensor;
 
-// `background` is a torch_ckpt.options.Background.
-void add_background(engine::SaveOptions& options, const py::object& background,
+void add_background(engine::SaveOptions& options, const Background& background,
                     bool low_priority_copies) {
   options.writers = threads_of(background);
   if (low_priority_copies) options.stagers = options.writers;
   options.max_bytes_per_second = background.attr("max_bytes_per_second").cast<std::uint64_t>();
 }
 
-void start(Save& save, const py::object& directory, const std::string& prefix,
+void start(Save& save, engine::Folder directory, const std::string& prefix,
            tensors::SaveSources& sources, std::size_t buckets, std::uint64_t bytes_per_bucket,
            bool file_per_item, const std::string& separation_hint, std::size_t chunk_bytes,
-           std::size_t max_host_bytes, const py::object& direct_io, bool sync, bool snapshot,
-           const py::object& background, bool low_priority_copies, const Events& ready,
-           const py::object& children) {
+           std::size_t max_host_bytes, engine::DirectIo direct_io, bool sync, bool snapshot,
+           const Background& background, bool low_priority_copies, const Events& ready,
+           std::shared_ptr<engine::ProcessChannel> children) {
   const engine::NamingOptions naming{
       prefix, {buckets, bytes_per_bucket}, file_per_item, separation_hint};
   engine::SaveOptions options;
   options.parallel_files = buckets;
   options.chunk_bytes = chunk_bytes;
   options.max_host_bytes = max_host_bytes;
-  options.direct_io = direct_io_option(direct_io);
+  options.direct_io = direct_io;
   options.sync = sync;
   options.snapshot = snapshot;
   options.ready = ready_events(ready);
-  options.children = channel_of(children);
+  options.children = std::move(children);
   if (!background.is_none()) add_background(options, background, low_priority_copies);
-  save.start(Context::process(), folder_of(directory), sources, naming, options);
+  save.start(Context::process(), std::move(directory), sources, naming, options);
   pass_on_warnings();
 }
 
+using Callback = Typed<"collections.abc.Callable[[], object] | None">;
+
 /// Converts a Python function, or None to an empty function.
-std::function<void()> callback_of(const py::object& function) {
+std::function<void()> callback_of(const Callback& function) {
   if (function.is_none()) return {};
   return [function] { function(); };
 }
 
-std::vector<std::string> run(Save& save, const py::object& on_staged, const py::object& on_wait,
-                             double seconds) {
+/// Returns names, which may contain surrogates.
+auto texts_of(const std::vector<std::string>& names) {
+  return list_of(names, [](const std::string& name) { return text_of(name); });
+}
+
+auto run(Save& save, const Callback& on_staged, const Callback& on_wait, double seconds) {
   std::vector<std::string> changed;
   try {
     changed = save.run({callback_of(on_staged), callback_of(on_wait)}, seconds);
@@ -75,34 +80,36 @@ std::vector<std::string> run(Save& save, const py::object& on_staged, const py::
     throw;
   }
   pass_on_warnings();
-  return changed;
+  return texts_of(changed);
 }
 
-/// Returns names, which may contain surrogates.
-py::list texts_of(const std::vector<std::string>& names) {
-  return list_of(names, [](const std::string& name) { return text_of(name); });
-}
-
-bool is_plain(const py::handle& value) {
+bool is_plain(const py::object& value) {
   return Tensor::is_exact(value.ptr()) && tensors::is_plain(Tensor::of(value.ptr()));
 }
 
-bool is_dense(const py::handle& value) {
+bool is_dense(const py::object& value) {
   return Tensor::is_tensor(value.ptr()) && tensors::is_dense(Tensor::of(value.ptr()));
 }
 
 }  // namespace
 
 void bind_save(py::module_& module) {
-  module.def("is_plain", &is_plain, py::arg("value"));
-  module.def("is_dense", &is_dense, py::arg("tensor"));
+  module.def("is_plain", &is_plain, py::arg("value"),
+             "True if the engine can write the value: a plain strided tensor.");
+  module.def("is_dense", &is_dense, py::arg("tensor"),
+             "True if a tensor has no gaps, no overlap and no pending conjugation or negation.");
   module.def(
       "copy_to_pool",
       [](const std::vector<Tensor>& given) {
         return without_gil([&] { return tensors::copies_in_pool(Context::process(), given); });
       },
-      py::arg("tensors"));
-  py::class_<Save>(module, "Save")
+      py::arg("tensors"),
+      "Copies dense CPU tensors into memory that returns to the pool with the last of the copies.");
+  py::class_<Save>(module, "Save",
+                   "The write of one rank's files in a save (csrc/torch/tensor_save.h).\n\n"
+                   "``watch`` detects writes to the sources of a snapshot; without it, no source "
+                   "changes before the end. One thread calls ``start``, ``run``, "
+                   "``cancel_and_wait`` and ``finish``; any thread may call the other methods.")
       .def(py::init<std::shared_ptr<tensors::SourceWatch>>(), py::arg("watch") = nullptr)
       .def("start", &start, py::arg("directory"), py::arg("prefix"), py::arg("sources"),
            py::kw_only(), py::arg("buckets"), py::arg("bytes_per_bucket") = 0,
@@ -111,24 +118,33 @@ void bind_save(py::module_& module) {
            py::arg("sync"), py::arg("snapshot") = false, py::arg("background") = py::none(),
            py::arg("low_priority_copies") = true, py::arg("ready") = Events(),
            py::arg("children") = py::none())
+      .def("run", &run, py::arg("on_staged") = py::none(), py::arg("on_wait") = py::none(),
+           py::arg("seconds") = 1.0,
+           "Waits for the end. Returns the names of sources that were written to too early.\n\n"
+           "``on_staged`` is called once, when the sources may change. ``on_wait`` is called every "
+           "``seconds``. Raises the error of the save.")
       .def(
-          "run",
-          [](Save& save, const py::object& on_staged, const py::object& on_wait, double seconds) {
-            return texts_of(run(save, on_staged, on_wait, seconds));
-          },
-          py::arg("on_staged") = py::none(), py::arg("on_wait") = py::none(),
-          py::arg("seconds") = 1.0)
-      .def("cancel_and_wait", [](Save& save) { return texts_of(save.cancel_and_wait()); })
-      .def("finish", [](Save& save) { return WrittenFiles(save.finish()); })
+          "cancel_and_wait", [](Save& save) { return texts_of(save.cancel_and_wait()); },
+          "Cancels the save, and waits for its end. Returns the names of files that exist "
+          "nevertheless.")
+      .def(
+          "finish", [](Save& save) { return WrittenFiles(save.finish()); },
+          "Releases all memory of a save that has ended or will not start. Returns the files.")
       .def("cancel", &Save::cancel)
       .def(
           "make_streams_wait",
           [](Save& save, const std::vector<std::pair<int, std::uintptr_t>>& streams,
              double seconds) { return save.make_streams_wait(streams, seconds); },
-          py::arg("streams"), py::arg("seconds"))
-      .def("timing", &Save::timing)
-      .def("progress", &Save::progress)
-      .def("unfinished", &Save::unfinished)
+          py::arg("streams"), py::arg("seconds"),
+          "Makes streams of devices wait for the copies. Returns None if the copies were not "
+          "submitted in time; then call it again.")
+      .def("timing", &Save::timing,
+           "Seconds until staged and until ended; thread seconds of staging, checksums, writes and "
+           "fsyncs.")
+      .def("progress", &Save::progress,
+           "Bytes planned, staged and written, files planned and done.")
+      .def("unfinished", &Save::unfinished,
+           "Name, phase, bytes written and total bytes of each unfinished file.")
       .def_property_readonly("file_names", &Save::file_names);
 }
 

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -36,17 +37,16 @@ using tensors::ScalarType;
 using tensors::SourceWatch;
 using tensors::Tensor;
 
-py::object object_of(PythonRef object) {
-  return py::reinterpret_steal<py::object>(object.release());
-}
+AnyObject object_of(PythonRef object) { return py::reinterpret_steal<AnyObject>(object.release()); }
 
 const FlatState::Row& row_of(const FlatState& state, std::size_t number) {
   if (number >= state.size()) throw py::index_error("row number out of range");
   return state.row(number);
 }
 
-/// Returns the inputs of a plan: the template of the state, and this rank's shards.
-py::tuple contents_of(FlatState& state, const py::function& hash_layout) {
+using HashLayout = py::typing::Callable<std::uint64_t(AnyObject, AnyObject)>;
+
+std::pair<Bytes, Bytes> contents_of(FlatState& state, const HashLayout& hash_layout) {
   std::vector<std::uint64_t> layouts;
   for (const FlatState::Layout& layout : state.layouts()) {
     layouts.push_back(
@@ -54,9 +54,7 @@ py::tuple contents_of(FlatState& state, const py::function& hash_layout) {
             .cast<std::uint64_t>());
   }
   const RankState here = state.to_rank_state(layouts);
-  const auto [of_template, of_rank] =
-      without_gil([&] { return std::pair(here.state().encode(), here.encode()); });
-  return py::make_tuple(py::bytes(of_template), py::bytes(of_rank));
+  return without_gil([&] { return std::pair(Bytes{here.state().encode()}, Bytes{here.encode()}); });
 }
 
 /// Adds a tensor, or an object with a contiguous buffer.
@@ -79,16 +77,14 @@ py::bytes encoded(const std::vector<std::uint32_t>& numbers) {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(numbers[0])};
 }
 
-/// Returns a tuple for each item that Python must convert for the engine: the number of the item,
-/// its row, its value, and its number among the items of the row. The value of a DTensor is the
-/// local tensor.
-py::list values_to_convert(const FlatState& state, const py::bytes& assignment) {
-  py::list values;
+py::typing::List<std::tuple<int, int, AnyObject, int>> values_to_convert(
+    const FlatState& state, const py::bytes& assignment) {
+  py::typing::List<std::tuple<int, int, AnyObject, int>> values;
   for (const std::uint32_t item : state.items_to_convert(numbers_of(assignment))) {
     const std::uint32_t number = state.row_of_item(item);
     const FlatState::Row& row = state.row(number);
     const auto value = row.kind == FlatState::Kind::dtensor
-                           ? py::reinterpret_steal<py::object>(row.local.to_python())
+                           ? py::reinterpret_steal<AnyObject>(row.local.to_python())
                            : object_of(state.value(row));
     values.append(py::make_tuple(item, number, value, state.part_of_item(item)));
   }
@@ -117,8 +113,6 @@ SaveSources sources_of(const FlatState& state, const py::bytes& assignment, bool
 
 using Numbers = std::vector<std::int64_t>;
 
-/// Sets the properties of a tensor that torch describes. boxes: the offsets and sizes of its parts
-/// on this rank; None for a replica.
 void describe(FlatState& state, std::size_t number, ScalarType dtype, bool requires_grad,
               const Numbers& size,
               const std::optional<std::vector<std::pair<Numbers, Numbers>>>& boxes,
@@ -153,8 +147,6 @@ void add_part(SaveSources& sources, const std::string& name, Tensor tensor,
   sources.add_part(name, tensor, sizes, offsets, stored);
 }
 
-/// Returns this rank's parts of the tensors of an assignment. places: a planning::RankPlaces. cast:
-/// the dtype in which floating-point tensors are stored, or None.
 SaveSources parts_of(const FlatState& state, const py::bytes& assignment, const py::bytes& places,
                      const std::optional<ScalarType>& cast) {
   const auto numbers = numbers_of(assignment);
@@ -196,80 +188,118 @@ auto numbers_where(IsWanted is_wanted) {
 void bind_state(py::module_& module) {
   using Kind = FlatState::Kind;
   using Row = FlatState::Row;
-  py::class_<SourceWatch, std::shared_ptr<SourceWatch>>(module, "SourceWatch")
+  py::class_<SourceWatch, std::shared_ptr<SourceWatch>>(
+      module, "SourceWatch",
+      "Tensors whose contents are read later. Detects writes to them in the meantime.\n\n"
+      "It compares torch's version counters, which operations on the tensors increment. It does "
+      "not see writes through ``.data`` or NumPy, nor the writes of all fused optimizers (except "
+      "to their ``step`` tensors).")
       .def(py::init<>())
       .def(
           "add",
-          [](SourceWatch& watch, const py::str& name, const Tensor& tensor,
-             const py::object& holder, const py::str& attribute) {
-            if (holder.is_none()) return watch.add(bytes_of(name), tensor);
-            watch.add(bytes_of(name), tensor, PythonRef::to(holder.ptr()),
-                      PythonRef::to(attribute.ptr()));
+          [](SourceWatch& watch, const Name& name, const Tensor& tensor, const AnyObject& holder,
+             const py::str& attribute) {
+            if (holder.is_none()) return watch.add(name, tensor);
+            watch.add(name, tensor, PythonRef::to(holder.ptr()), PythonRef::to(attribute.ptr()));
           },
           py::arg("name"), py::arg("tensor"), py::arg("holder") = py::none(),
-          py::arg("attribute") = "")
-      .def("changed",
-           [](const SourceWatch& watch) {
-             py::list names;
-             for (const std::string& name : watch.changed()) names.append(text_of(name));
-             return names;
-           })
-      .def_property_readonly("devices",
-                             [](const SourceWatch& watch) { return devices_of(watch.devices()); })
-      .def("release", &SourceWatch::release);
+          py::arg("attribute") = "",
+          "Adds a tensor under a fully qualified name, which several tensors may share.\n\n"
+          "``holder`` is the object that has the tensor as its attribute ``attribute`` and may "
+          "replace it by another tensor; None if the tensor cannot be replaced.")
+      .def(
+          "changed",
+          [](const SourceWatch& watch) {
+            return list_of(watch.changed(), [](const std::string& name) { return text_of(name); });
+          },
+          "Names of the tensors that were written to, or replaced, since they were added.")
+      .def_property_readonly(
+          "devices", [](const SourceWatch& watch) { return devices_of(watch.devices()); },
+          "The CUDA devices of the tensors.")
+      .def("release", &SourceWatch::release, "Releases the tensors and their holders.");
   module.def(
       "fingerprint", [](const Tensor& tensor) { return tensors::fingerprint_of(tensor, true); },
-      py::arg("tensor"), NoGil());
-  py::class_<SaveSources>(module, "SaveSources")
+      py::arg("tensor"), NoGil(),
+      "A CRC-32 of the elements of a tensor, or 0 if the tensor is not plain.\n\n"
+      "The CRC is independent of the tensor's device and strides.");
+  py::class_<SaveSources>(
+      module, "SaveSources",
+      "The values to write: plain tensors, and objects with a contiguous buffer.")
       .def(py::init<>())
       .def(
           "add",
-          [](SaveSources& sources, const py::str& name, const py::handle& value) {
-            add_source(sources, bytes_of(name), value);
+          [](SaveSources& sources, Name name, const AnyObject& value) {
+            add_source(sources, std::move(name), value);
           },
-          py::arg("name"), py::arg("value"))
+          py::arg("name"), py::arg("value"),
+          "Adds a value. The name is used only for a separation hint.")
       .def(
           "set_places",
           [](SaveSources& sources, const py::bytes& places) {
             sources.set_places(planning::RankPlaces::decode(places).value());
           },
-          py::arg("places"))
+          py::arg("places"),
+          "Sets the files of which this rank writes parts, and the place of each part.")
       .def(
           "add_part",
-          [](SaveSources& sources, const py::str& name, const Tensor& tensor,
+          [](SaveSources& sources, const Name& name, const Tensor& tensor,
              const tensors::Extents& sizes, const tensors::Extents& offsets,
              const std::optional<ScalarType>& cast) {
-            add_part(sources, bytes_of(name), tensor, sizes, offsets, cast);
+            add_part(sources, name, tensor, sizes, offsets, cast);
           },
-          py::arg("name"), py::arg("tensor"), py::arg("sizes"), py::arg("offsets"), py::arg("cast"))
+          py::arg("name"), py::arg("tensor"), py::arg("sizes"), py::arg("offsets"), py::arg("cast"),
+          "Adds this rank's part of a tensor of size ``sizes``, which begins at ``offsets``.\n\n"
+          "Its place is the next one. Floating-point elements are stored with the dtype ``cast``.")
       .def_property_readonly("nbytes", &SaveSources::bytes)
-      .def("devices", [](const SaveSources& sources) { return devices_of(sources.devices()); });
-  py::class_<FlatState>(module, "FlatState")
-      .def(py::init([](const py::object& state_dict, const py::object& local_chunks,
+      .def(
+          "devices", [](const SaveSources& sources) { return devices_of(sources.devices()); },
+          "The CUDA devices of the tensors.");
+  py::class_<FlatState>(
+      module, "FlatState",
+      "A state dict as rows, one for each value, with the names that torch's planners give "
+      "them.\n\n"
+      "``local_chunks`` returns the ChunkStorageMetadata of this rank's shards of a DTensor. With "
+      "``watch``, plain tensors and DTensors are held by aliases and added to the watch. Raises "
+      "ValueError if two values have the same name.")
+      .def(py::init([](const AnyObject& state_dict, const LocalChunks& local_chunks,
                        std::shared_ptr<SourceWatch> watch) {
              return std::make_unique<FlatState>(state_dict.ptr(), local_chunks.ptr(),
                                                 std::move(watch));
            }),
            py::arg("state_dict"), py::arg("local_chunks"), py::arg("watch") = nullptr)
-      .def("contents", &contents_of, py::arg("hash_layout"))
-      .def("items_to_convert", &values_to_convert, py::arg("assignment"))
+      .def("contents", &contents_of, py::arg("hash_layout"),
+           "Encodes the parts of a state dict on which the plan of a save depends.\n\n"
+           "The first part is usually identical on several ranks: names, kinds, dtypes and sizes. "
+           "The second part has the offsets, sizes and layouts of this rank's parts of sharded "
+           "tensors. ``hash_layout`` returns 64 bits, given a mesh and placements.")
+      .def("items_to_convert", &values_to_convert, py::arg("assignment"),
+           "Items that must be converted with ``set_item`` before ``sources``: objects, tensors "
+           "that must be cloned or pickled, and the parts of described tensors.\n\n"
+           "Returns the number of each item, its row, the value of the row, and the number of the "
+           "item among the items of its row. The value of a DTensor is its local tensor. "
+           "``assignment`` has the numbers of items, as ``RankPlan.items`` returns them.")
       .def("sources", &sources_of, py::arg("assignment"), py::arg("with_names"))
-      .def("parts", &parts_of, py::arg("assignment"), py::arg("places"), py::arg("cast"))
+      .def("parts", &parts_of, py::arg("assignment"), py::arg("places"), py::arg("cast"),
+           "This rank's parts of tensors, for files that several ranks write.\n\n"
+           "``places`` has the places of the tensors; see ``SafetensorsLayout.places_of_rank``. "
+           "Raises ValueError for a value that is not a tensor.")
       .def(
           "fingerprints",
           [](const FlatState& state, bool whole) {
             return encoded(without_gil([&] { return state.fingerprints(whole); }));
           },
-          py::arg("whole"))
+          py::arg("whole"),
+          "A fingerprint of 4 bytes for each replicated tensor; 0 for one that is not plain.")
       .def(
           "checksums",
           [](const FlatState& state, const py::bytes& numbers) {
             return encoded(without_gil([&] { return state.checksums(numbers_of(numbers)); }));
           },
-          py::arg("numbers"))
+          py::arg("numbers"),
+          "A CRC-32 of 4 bytes for each of the given items; 0 for tensors that are not plain.")
       .def("names",
            [](const FlatState& state) {
-             py::list names(state.size());
+             py::typing::List<py::str> names = py::list(state.size());
              for (std::size_t i = 0; i < state.size(); ++i) names[i] = text_of(state.name(i));
              return names;
            })
@@ -289,21 +319,32 @@ void bind_state(py::module_& module) {
       .def(
           "path",
           [](const FlatState& state, std::size_t row) {
-            return object_of(state.path(row_of(state, row)));
+            return py::reinterpret_steal<Typed<"tuple[str | int, ...]">>(
+                state.path(row_of(state, row)).release());
           },
           py::arg("row"))
-      .def("tensor_bytes", &FlatState::tensor_bytes)
-      .def("objects", numbers_where([](const Row& row) { return row.kind == Kind::object; }))
+      .def("tensor_bytes", &FlatState::tensor_bytes,
+           "Size of all plain tensors and DTensors. A DTensor counts with the size of the complete "
+           "tensor.")
+      .def("objects", numbers_where([](const Row& row) { return row.kind == Kind::object; }),
+           "Numbers of the values that are saved as objects.")
       .def("described_by_torch",
-           numbers_where([](const Row& row) { return row.kind == Kind::other; }))
+           numbers_where([](const Row& row) { return row.kind == Kind::other; }),
+           "Numbers of the tensors that only torch can describe.")
       .def("describe", &describe, py::arg("row"), py::arg("dtype"), py::arg("requires_grad"),
-           py::arg("size"), py::arg("boxes"), py::arg("layout"))
+           py::arg("size"), py::arg("boxes"), py::arg("layout"),
+           "Sets the properties of a tensor that only torch can describe.\n\n"
+           "``boxes`` has the offsets and sizes of its parts on this rank; None for a replica. A "
+           "row with several parts has several items. ``layout`` is a hash of a mesh and "
+           "placements; 0 without a mesh.")
       .def("on_meta",
-           numbers_where([](const Row& row) { return row.local.defined() && row.local.is_meta(); }))
+           numbers_where([](const Row& row) { return row.local.defined() && row.local.is_meta(); }),
+           "Rows of plain tensors and DTensors on the meta device.")
       .def(
           "add",
-          [](FlatState& state, const py::str& name, const py::tuple& path,
-             const py::object& value) { state.add(bytes_of(name), path.ptr(), value.ptr()); },
+          [](FlatState& state, const Name& name,
+             const py::typing::Tuple<AnyObject, py::ellipsis>& path,
+             const AnyObject& value) { state.add(name, path.ptr(), value.ptr()); },
           py::arg("name"), py::arg("path"), py::arg("value"))
       .def(
           "remove",
@@ -314,21 +355,23 @@ void bind_state(py::module_& module) {
           py::arg("row"))
       .def(
           "replace",
-          [](FlatState& state, std::size_t row, const py::object& value) {
+          [](FlatState& state, std::size_t row, const AnyObject& value) {
             row_of(state, row);
             state.replace(row, value.ptr());
           },
           py::arg("row"), py::arg("value"))
       .def(
           "set_part",
-          [](FlatState& state, std::size_t row, std::size_t part, const py::object& value) {
+          [](FlatState& state, std::size_t row, std::size_t part,
+             const Typed<"torch.Tensor">& value) {
             row_of(state, row);
             state.set_part(row, part, value.ptr());
           },
-          py::arg("row"), py::arg("part"), py::arg("value"))
+          py::arg("row"), py::arg("part"), py::arg("value"),
+          "Sets the value of a part of a described tensor.")
       .def(
           "set_item",
-          [](FlatState& state, std::size_t item, const py::object& value) {
+          [](FlatState& state, std::size_t item, const AnyObject& value) {
             state.set_item(item, value.ptr());
           },
           py::arg("item"), py::arg("value"));

@@ -48,7 +48,11 @@ def decode_index(data: bytes, source: str) -> _core.CheckpointIndex:
     return with_known_dtypes(lambda: _core.decode_index(data, source))
 
 
-def locations_of(shards: Iterable[_core.StoredShard]) -> set[tuple[str, int, int]]:
+#: A shard as ``_core.CheckpointIndex.shards`` returns it.
+StoredShard = tuple[tuple[int, ...], tuple[int, ...], str | None, int, int, bool]
+
+
+def locations_of(shards: Iterable[StoredShard]) -> set[tuple[str, int, int]]:
     """Returns file, offset and length of each record that has shards. Empty shards may share one
     record."""
     return {(file, at, length) for _o, _s, file, at, length, _t in shards if file is not None}

@@ -213,7 +213,7 @@ class Assembly:
                         raise InterruptedError(errno.EINTR, "the save was cancelled")
                     self._changed.wait(_REST_SECONDS)
                 stream = self._own if to == self._rank else self._receivers[to]
-            stream.send(memoryview(piece.buffer()), lambda: piece.is_cancelled)
+            stream.send(piece.buffer(), lambda: piece.is_cancelled)
         with self._changed:
             self._offsets[to] += piece.bytes
             if piece.is_last:

@@ -168,7 +168,9 @@ class ResultsQueue:
 register(Part.RESULTS, before_fork=ResultsQueue.before_fork)
 
 
-def _rebuild_queue(owner: int, name: str, address: _core.ChannelAddress) -> ResultsQueue:
+def _rebuild_queue(
+    owner: int, name: str, address: tuple[int, int, int, int, int, int, int, int]
+) -> ResultsQueue:
     if owner == os.getpid():
         for each in ResultsQueue._created:
             if each._name == name:

@@ -218,7 +218,7 @@ class _Upload:
         """Sends a piece, and waits until the upload no longer reads the piece."""
         with self._changed:
             if not self._ended.is_set() and piece.bytes > 0:
-                self._pieces[piece.offset] = memoryview(piece.buffer())
+                self._pieces[piece.offset] = piece.buffer()
                 self._changed.notify_all()
         while not (piece.wait(_REST_SECONDS) or self._ended.is_set()):
             self._raise_if_cancelled(piece)

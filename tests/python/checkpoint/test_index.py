@@ -30,7 +30,7 @@ from tests.metadata import read_metadata
 from tests.support import DTYPES, cause_of, load, save, stock_save, zeros
 from torch_ckpt import Corrupt, _core
 from torch_ckpt.checkpoint.files import is_inside_checkpoint
-from torch_ckpt.checkpoint.index import decode_index
+from torch_ckpt.checkpoint.index import StoredShard, decode_index
 from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, index_of
 
 STATE: dict[str, Any] = {
@@ -43,7 +43,7 @@ STATE: dict[str, Any] = {
 }
 
 
-def shard_of(stored: ChunkStorageMetadata | None, info: _StorageInfo | None) -> _core.StoredShard:
+def shard_of(stored: ChunkStorageMetadata | None, info: _StorageInfo | None) -> StoredShard:
     """Returns the index's description of a shard, or of an object for None."""
     box = (tuple(stored.offsets), tuple(stored.sizes)) if stored else ((), ())
     place = (info.relative_path, info.offset, info.length) if info else (None, 0, 0)
