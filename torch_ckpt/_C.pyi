@@ -306,10 +306,8 @@ def plan_box(
     """
 
 class SizeRule:
-    """Permitted differences between the size of a tensor in the state dict and its stored size.
-
-    ``GROWING``: dimensions may be larger in the state dict. ``ANY``: dimensions may have any
-    size, but their number must be equal.
+    """Permitted differences between the size of a tensor in the state dict and its stored size:
+    none, larger dimensions in the state dict, or any sizes of as many dimensions.
     """
 
     SAME: ClassVar[SizeRule]

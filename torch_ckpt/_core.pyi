@@ -90,8 +90,7 @@ class SafetensorsFiles:
     @property
     def index(self) -> CheckpointIndex: ...
     @property
-    def metadata(self) -> dict[str, str]:
-        """The metadata of all files."""
+    def metadata(self) -> dict[str, str]: ...
     @property
     def files(self) -> list[SafetensorsFile]: ...
 
@@ -178,8 +177,7 @@ class Directory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Follows links in the path, because the caller chose it."""
     @property
-    def path(self) -> str:
-        """The path that was given."""
+    def path(self) -> str: ...
     @property
     def fd(self) -> int:
         """The descriptor; -1 after ``close``."""
@@ -230,8 +228,7 @@ class Directory:
         """Removes a file. A missing file is not an error."""
     def remove_lock_file(self) -> None:
         """Closes and removes the file of the lock, so that the directory can be removed."""
-    def sync(self) -> None:
-        """Fsyncs the directory."""
+    def sync(self) -> None: ...
     def bytes(self) -> int:
         """Total size of the files, without subdirectories."""
     def close(self) -> None:
@@ -424,8 +421,7 @@ class WrittenFiles:
         self, files: Sequence[tuple[str, bytes, Sequence[tuple[int, int, int, int]]]]
     ) -> None: ...
     @property
-    def names(self) -> list[str]:
-        """Names of the files."""
+    def names(self) -> list[str]: ...
     @property
     def tables(self) -> dict[str, bytes]:
         """Checksum tables by file name."""
@@ -587,8 +583,7 @@ class Delta:
     """
     def __init__(self, directory: Directory, name: str) -> None: ...
     @property
-    def base(self) -> str:
-        """The name of the base."""
+    def base(self) -> str: ...
     def tensors(self) -> list[tuple[str, str, list[int]]]:
         """Name, dtype and shape of each tensor of the version."""
     def apply(self, targets: Sequence[Buffer]) -> None:
@@ -740,8 +735,7 @@ class FileAssembly:
     @property
     def name(self) -> str: ...
     @property
-    def bytes(self) -> int:
-        """Size of the file."""
+    def bytes(self) -> int: ...
     def ranges(self, begin: int, end: int) -> list[tuple[int, int, int]]:
         """The bytes of streams that the bytes from ``begin`` to ``end`` of the file consist of:
         number of the stream, offset and size. The head of the file is in no stream.
@@ -833,14 +827,11 @@ class CheckpointVerification:
 class FilePiece:
     """A piece of a file that the engine writes to a :class:`Store` (csrc/engine/store.h)."""
     @property
-    def file_bytes(self) -> int:
-        """Size of the complete file."""
+    def file_bytes(self) -> int: ...
     @property
-    def offset(self) -> int:
-        """Offset of the piece in the file."""
+    def offset(self) -> int: ...
     @property
-    def bytes(self) -> int:
-        """Size of the piece."""
+    def bytes(self) -> int: ...
     @property
     def is_last(self) -> bool:
         """True if the piece is at the end of the file."""

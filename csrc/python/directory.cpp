@@ -31,9 +31,10 @@
 #include "python/memory.h"
 #include "python/options.h"
 #include "python/publishing.h"
-#include "python/text.h"
+#include "python/types.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -163,12 +164,10 @@ void bind_directory(py::module_& module) {
       "An open directory; see csrc/os/directory.h. Dropping it closes it.\n\n"
       "Every call may raise OSError with the path of the directory or file as ``filename``.")
       .def(py::init([](const Path& path) { return unwrap(Directory::open(path.native())); }),
-           py::arg("path"), NoGil(), "Follows links in the path, because the caller chose it.")
-      .def_property_readonly(
-          "path", [](const Directory& self) { return os_text(self.path()); },
-          "The path that was given.")
+           "path"_a, NoGil(), "Follows links in the path, because the caller chose it.")
+      .def_property_readonly("path", [](const Directory& self) { return os_text(self.path()); })
       .def_property_readonly("fd", &Directory::fd, "The descriptor; -1 after ``close``.")
-      .def("share", &share, py::arg("patience") = 10.0,
+      .def("share", &share, "patience"_a = 10.0,
            "Takes the shared lock, so that no other process removes files.\n\n"
            "Another process has the exclusive lock for milliseconds only, unless it is stopped. "
            "Returns False, without a lock, if it keeps the lock for ``patience`` seconds.")
@@ -198,30 +197,30 @@ void bind_directory(py::module_& module) {
             const auto found = self.contains(name);
             return found && *found;
           },
-          py::arg("name"), NoGil(),
+          "name"_a, NoGil(),
           "True if there is an entry of this name. False also if the system does not report it.")
       .def(
           "refresh", [](const Directory& self, const FileName& name) { self.refresh(name); },
-          py::arg("name"), NoGil(),
+          "name"_a, NoGil(),
           "Makes the client of a network file system look a name up again.\n\n"
           "Does nothing if the directory is local.")
-      .def("length_of", &length_of, py::arg("name"), NoGil(),
+      .def("length_of", &length_of, "name"_a, NoGil(),
            "The length in bytes of a regular file in the directory.\n\n"
            "Raises ValueError for another kind of file, Unsafe for a link.")
       .def(
           "open_directory",
           [](const Directory& self, const FileName& name) { return self.open_directory(name); },
-          py::arg("name"), NoGil(), "Opens a directory in this one. Does not follow a link.")
-      .def("open_for_read", &open_for_read, py::arg("name"), py::arg("flags") = 0, NoGil(),
+          "name"_a, NoGil(), "Opens a directory in this one. Does not follow a link.")
+      .def("open_for_read", &open_for_read, "name"_a, "flags"_a = 0, NoGil(),
            "Opens a regular file beneath the directory. Use it as ``opener=`` of ``open``.\n\n"
            "Returns a descriptor. Raises ValueError for another kind of file, Unsafe for a link. "
            "``flags`` are ignored.")
       .def(
           "remove", [](const Directory& self, const FileName& name) { return self.remove(name); },
-          py::arg("name"), NoGil(), "Removes a file. A missing file is not an error.")
+          "name"_a, NoGil(), "Removes a file. A missing file is not an error.")
       .def("remove_lock_file", &Directory::remove_lock_file, NoGil(),
            "Closes and removes the file of the lock, so that the directory can be removed.")
-      .def("sync", &Directory::sync, NoGil(), "Fsyncs the directory.")
+      .def("sync", &Directory::sync, NoGil())
       .def("bytes", &Directory::bytes, NoGil(), "Total size of the files, without subdirectories.")
       .def("close", &Directory::close,
            "Closes the descriptor and releases the lock. Further calls do nothing.");
@@ -234,26 +233,24 @@ void bind_directory(py::module_& module) {
                        engine::DirectIo direct_io) {
              return unwrap(engine::NewFile::create(directory, name, bytes, direct_io));
            }),
-           py::arg("directory"), py::arg("name"), py::arg("bytes"), py::arg("direct_io") = "auto",
-           NoGil(),
+           "directory"_a, "name"_a, "bytes"_a, "direct_io"_a = "auto", NoGil(),
            "Raises ValueError if ``direct_io`` is True and the file system does not support it.")
-      .def("write", &engine::NewFile::write, py::arg("data"), NoGil())
+      .def("write", &engine::NewFile::write, "data"_a, NoGil())
       .def(
           "finish", [](engine::NewFile& self, bool sync) { return std::move(self).finish(sync); },
-          py::arg("sync"), NoGil(), "Fsyncs the file if ``sync`` is true, and closes it.");
+          "sync"_a, NoGil(), "Fsyncs the file if ``sync`` is true, and closes it.");
   py::class_<directory::DirectoryLease>(
       module, "DirectoryLease",
       "A save's hold on a checkpoint's directory; csrc/directory/lease.h has the protocol.\n\n"
       "If a metadata file cannot be read, no file is removed, with a warning. A file that cannot "
       "be removed is a warning, too.")
-      .def(py::init(&take_lease), py::arg("directory"), py::arg("rank"), py::arg("patience"),
+      .def(py::init(&take_lease), "directory"_a, "rank"_a, "patience"_a,
            "Takes the shared lock and chooses a tag.\n\n"
            "``rank`` is the rank whose metadata the save writes; None: the metadata of all ranks. "
            "Raises OSError, and CheckpointError if another process holds the exclusive lock for "
            "``patience`` seconds.")
       .def_property_readonly("tag", &directory::DirectoryLease::tag)
-      .def("commit", &commit, py::arg("metadata"), py::arg("files"), py::arg("sync"),
-           py::arg("replace"),
+      .def("commit", &commit, "metadata"_a, "files"_a, "sync"_a, "replace"_a,
            "Publishes the metadata, removes files that no metadata names, and ends the lease.\n\n"
            "Raises NotCommitted and DurabilityUncertain.")
       .def(
@@ -271,12 +268,12 @@ void bind_directory(py::module_& module) {
               directory::remove_files(self.directory(), {names.begin(), names.end()}, warnings);
             });
           },
-          py::arg("names"))
+          "names"_a)
       .def("close", &directory::DirectoryLease::close, "Ends the lease and removes nothing.");
-  module.def("metadata_name", &directory::metadata_name, py::arg("rank"));
+  module.def("metadata_name", &directory::metadata_name, "rank"_a);
   module.def(
-      "choose_prefix", &directory::choose_prefix, py::arg("directory"), py::arg("prefix"),
-      py::arg("taken") = std::set<std::string>(), NoGil(),
+      "choose_prefix", &directory::choose_prefix, "directory"_a, "prefix"_a,
+      "taken"_a = std::set<std::string>(), NoGil(),
       "Chooses the prefix of one rank's data files: ``prefix``, or the same with a new tag if the "
       "directory has any metadata, or data files of the rank, or if ``taken`` contains "
       "``prefix``.\n\n"
@@ -289,7 +286,7 @@ void bind_directory(py::module_& module) {
           directory::remove_files(opened, {names.begin(), names.end()}, warnings);
         });
       },
-      py::arg("directory"), py::arg("names"),
+      "directory"_a, "names"_a,
       "Removes files that no metadata names, which the caller has checked. Warns if that fails.");
   module.def(
       "remove_own",
@@ -299,39 +296,38 @@ void bind_directory(py::module_& module) {
                                 warnings);
         });
       },
-      py::arg("directory"), py::arg("names"),
+      "directory"_a, "names"_a,
       "Removes a failed save's files if no other process holds a lock. Warns if that fails.");
-  module.def("remove_leftovers", &remove_leftovers, py::arg("directory"),
+  module.def("remove_leftovers", &remove_leftovers, "directory"_a,
              "Removes the files of interrupted saves, and returns the names of these files.\n\n"
              "Returns None if a save or a load holds the directory's lock. Raises OSError, and "
              "Unsafe or Corrupt if a metadata file cannot be decoded.");
-  module.def("publish", &publish, py::arg("directory"), py::arg("temporary"), py::arg("name"),
-             py::arg("aside") = std::nullopt, py::kw_only(), py::arg("renamed") = nullptr,
-             py::arg("sync") = true, py::arg("replace") = true,
+  module.def("publish", &publish, "directory"_a, "temporary"_a, "name"_a, "aside"_a = std::nullopt,
+             py::kw_only(), "renamed"_a = nullptr, "sync"_a = true, "replace"_a = true,
              "Renames a durable file or directory to its name, in one step; see "
              "csrc/directory/publish.h.\n\n"
              "A directory that has the name is first renamed to ``aside``. ``renamed`` is the "
              "directory that ``temporary`` must be.\n\n"
              "Raises OSError, CheckpointError if a directory on the path or ``temporary`` was "
              "moved, and DurabilityUncertain.");
-  module.def("publish_contents", &publish_contents, py::arg("directory"), py::arg("name"),
-             py::arg("contents"), py::kw_only(), py::arg("replace") = true,
+  module.def("publish_contents", &publish_contents, "directory"_a, "name"_a, "contents"_a,
+             py::kw_only(), "replace"_a = true,
              "Writes a file and publishes it as ``publish`` does.");
   py::class_<directory::StepRoot>(
       module, "StepRoot", "The root of a run's steps; csrc/directory/step.h has the protocol.")
       .def(py::init([](const Path& path) { return std::make_unique<directory::StepRoot>(path); }),
-           py::arg("path"))
+           "path"_a)
       .def(
           "remove",
           [](const directory::StepRoot& self, const std::string& name,
              const std::optional<Bytes>& lease) { return self.remove(name, lease); },
-          py::arg("name"), py::arg("lease") = py::none(), NoGil(),
+          "name"_a, "lease"_a = py::none(), NoGil(),
           "Removes a step or leftover.\n\n"
           "Returns False if a process is using it. Raises OSError: it does not exist or cannot be "
           "removed, or the root's path refers to a different directory than at the last save. "
           "Raises RootInUse if ``lease`` is given and the lease on the root has other bytes.")
-      .def("sweep", &sweep, py::arg("deleted_only"), py::arg("attempt"),
-           py::arg("lease") = py::none(), py::arg("superseded") = py::list(),
+      .def("sweep", &sweep, "deleted_only"_a, "attempt"_a, "lease"_a = py::none(),
+           "superseded"_a = py::list(),
            "Finishes interrupted work. Spares the unfinished steps of ``attempt``, and completes "
            "none of the directories ``superseded``.\n\n"
            "Returns the names of the removed leftovers, and a message for each that could not be "
@@ -345,14 +341,13 @@ void bind_directory(py::module_& module) {
                        const std::string& digits) {
              return unwrap(directory::StepSave::begin(steps, unfinished, digits));
            }),
-           py::arg("steps"), py::arg("unfinished"), py::arg("digits"), py::keep_alive<1, 2>(),
-           NoGil())
-      .def("find_missing", &find_missing, py::arg("files"), py::arg("patience"),
+           "steps"_a, "unfinished"_a, "digits"_a, py::keep_alive<1, 2>(), NoGil())
+      .def("find_missing", &find_missing, "files"_a, "patience"_a,
            "Waits until the directory contains the files. Returns those that are missing after "
            "``patience`` seconds.")
       .def("size", &directory::StepSave::bytes, NoGil(), "Total size of the files.")
-      .def("publish", &publish_step, py::arg("marker"), py::kw_only(), py::arg("replace"),
-           py::arg("sync"), py::arg("lease") = py::none(),
+      .def("publish", &publish_step, "marker"_a, py::kw_only(), "replace"_a, "sync"_a,
+           "lease"_a = py::none(),
            "Completes the step after the metadata was committed. Removes the files if that "
            "fails.\n\n"
            "Raises OSError, CheckpointError if the root or the directory was moved, "
@@ -376,12 +371,11 @@ void bind_directory(py::module_& module) {
         return parsed ? std::optional(std::pair(std::string(parsed->digits), parsed->kind))
                       : std::nullopt;
       },
-      py::arg("name"),
-      "The ten digits and the kind of a step or leftover; None for any other name.");
+      "name"_a, "The ten digits and the kind of a step or leftover; None for any other name.");
   module.def(
-      "unfinished_step_name", &directory::unfinished_name, py::arg("digits"), py::arg("attempt"),
+      "unfinished_step_name", &directory::unfinished_name, "digits"_a, "attempt"_a,
       "The name of the directory into which a step is written. ``attempt`` is 8 hex digits.");
-  module.def("pin_step", &directory::pin, py::arg("step"), NoGil(),
+  module.def("pin_step", &directory::pin, "step"_a, NoGil(),
              "Pins a step, and makes the pin durable.");
   py::class_<directory::RootLock>(
       module, "RootLock",
@@ -391,7 +385,7 @@ void bind_directory(py::module_& module) {
              return unwrap(directory::RootLock::take(
                  root, std::chrono::duration_cast<std::chrono::milliseconds>(seconds)));
            }),
-           py::arg("root"), py::arg("patience"), NoGil())
+           "root"_a, "patience"_a, NoGil())
       .def_property_readonly("is_held", &directory::RootLock::is_held,
                              "False if another thread or process holds the lock.")
       .def("release", &directory::RootLock::release);
@@ -403,13 +397,13 @@ void bind_directory(py::module_& module) {
       [](std::int64_t pid, std::uint64_t start) {
         return os::is_alive({pid, start});
       },
-      py::arg("pid"), py::arg("start"), NoGil(),
+      "pid"_a, "start"_a, NoGil(),
       "Returns False if a process of this host has ended. 0 is an unknown start time.");
-  module.def("names_file_beneath", &names_file_beneath, py::arg("name"),
+  module.def("names_file_beneath", &names_file_beneath, "name"_a,
              "False if the text of the name shows that it cannot name a file beneath a directory.");
   module.def(
       "make_directories", [](const Path& path) { return os::make_directories(path.native()); },
-      py::arg("path"), NoGil());
+      "path"_a, NoGil());
 }
 
 }  // namespace torch_ckpt::python

@@ -11,9 +11,10 @@
 #include "os/fault.h"
 #include "python/bindings.h"
 #include "python/errors.h"
-#include "python/text.h"
+#include "python/types.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -54,7 +55,7 @@ void bind_fault(py::module_& module) {
       "Calls ``hook`` at each fault point (csrc/os/fault.h) while a ``with`` block runs.\n\n"
       "``hook(operation, path)`` returns 0, or an errno to make the call fail. It may be called "
       "from several threads at once, and must not raise. A process can have one hook at a time.")
-      .def(py::init<Hook>(), py::arg("hook"))
+      .def(py::init<Hook>(), "hook"_a)
       .def("__enter__", &FaultHook::enter, py::return_value_policy::reference)
       .def("__exit__", &FaultHook::exit);
   module.def(
@@ -62,7 +63,7 @@ void bind_fault(py::module_& module) {
       [](const std::string& operation, const std::filesystem::path& path) {
         fault_point(operation, path.native());
       },
-      py::arg("operation"), py::arg("path") = "",
+      "operation"_a, "path"_a = "",
       "Reaches a fault point of Python code. Raises OSError if the hook returns an errno.\n\n"
       "``operation`` names the next call, or describes the moment.");
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <ranges>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,9 +28,10 @@
 #include "python/interrupts.h"
 #include "python/list.h"
 #include "python/memory.h"
-#include "python/text.h"
+#include "python/types.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -110,7 +112,7 @@ void bind_encoded_metadata(py::module_& module) {
   py::class_<EncodedMetadata>(module, "EncodedMetadata",
                               "The contents of a ``.metadata`` file. Saves with the same plan "
                               "share the parts that do not differ.")
-      .def(py::init(&metadata_of), py::arg("contents"))
+      .def(py::init(&metadata_of), "contents"_a)
       .def("__len__", &EncodedMetadata::bytes)
       .def("__bytes__", &contents_of)
       .def_property_readonly("seal",
@@ -149,19 +151,17 @@ void bind_safetensors(py::module_& module) {
   py::class_<SafetensorsFiles>(module, "SafetensorsFiles",
                                "The contents of safetensors files, without the data.")
       .def_readonly("index", &SafetensorsFiles::index)
-      .def_property_readonly(
-          "metadata",
-          [](const SafetensorsFiles& read) {
-            return std::map(read.metadata.begin(), read.metadata.end());
-          },
-          "The metadata of all files.")
+      .def_property_readonly("metadata",
+                             [](const SafetensorsFiles& read) {
+                               return std::map(read.metadata.begin(), read.metadata.end());
+                             })
       .def_readonly("files", &SafetensorsFiles::files);
   module.def(
       "read_safetensors",
       [](const engine::Folder& directory, const Name& name) {
         return engine::read_safetensors(directory, name);
       },
-      py::arg("directory"), py::arg("name"), NoGil(),
+      "directory"_a, "name"_a, NoGil(),
       "Reads the headers of safetensors files in a directory.\n\n"
       "``name`` is the name of one file, or of an index that names the file of each tensor. Raises "
       "Corrupt, Unsafe and OSError.");
@@ -170,10 +170,10 @@ void bind_safetensors(py::module_& module) {
       [](const Name& name, const std::string& dtype, const std::vector<std::uint64_t>& sizes) {
         return format::require_safe(name, format::find_dtype(dtype), sizes);
       },
-      py::arg("name"), py::arg("dtype"), py::arg("sizes"),
+      "name"_a, "dtype"_a, "sizes"_a,
       "Raises CheckpointError with the reason if safetensors files cannot hold a tensor.");
-  module.def("encode_safetensors_header", &safetensors_header, py::arg("tensors"),
-             py::arg("metadata"), py::arg("alignment"),
+  module.def("encode_safetensors_header", &safetensors_header, "tensors"_a, "metadata"_a,
+             "alignment"_a,
              "Returns the bytes of a safetensors file before the data.\n\n"
              "The data must follow in the order of the tensors, which are given by name, dtype and "
              "sizes. It then begins at a multiple of ``alignment``. Raises CheckpointError if "
@@ -225,17 +225,16 @@ void bind_index(py::module_& module) {
           [](const CheckpointIndex& index, const Name& name) {
             return index.find(name).has_value();
           },
-          py::arg("name"))
+          "name"_a)
       .def("names",
            [](const CheckpointIndex& index) {
-             py::typing::List<py::str> names = py::list(index.entries().size());
-             for (std::size_t i = 0; i < names.size(); ++i) names[i] = text_of(index.name(i));
-             return names;
+             return list_of(std::views::iota(std::size_t{0}, index.entries().size()),
+                            [&](std::size_t i) { return text_of(index.name(i)); });
            })
       .def("files", &files_of)
-      .def("tensor", &tensor_of, py::arg("name"),
+      .def("tensor", &tensor_of, "name"_a,
            "Name of a tensor's dtype, without the module, and its size; None for an object.")
-      .def("shards", &shards_of, py::arg("name"),
+      .def("shards", &shards_of, "name"_a,
            "The shards of a tensor: offsets and sizes in elements, file, offset and length in "
            "bytes, and True if it was written through a stream transform. The file is None if the "
            "metadata does not give it. An object has one shard, without offsets and sizes.\n\n"
@@ -255,8 +254,7 @@ void bind_index(py::module_& module) {
           [](const CheckpointIndex& index, const std::vector<Name>& names) {
             return index.renamed(std::vector<std::string>(names.begin(), names.end()));
           },
-          py::arg("names"),
-          "Returns a copy with other names, which are in the order of the entries.");
+          "names"_a, "Returns a copy with other names, which are in the order of the entries.");
   bind_encoded_metadata(module);
   bind_safetensors(module);
   module.attr("MAX_METADATA_BYTES") = CheckpointIndex::kMaxFileBytes;
@@ -266,7 +264,7 @@ void bind_index(py::module_& module) {
         const ReleasedGil released;
         return index::bytes_sealed(file);
       },
-      py::arg("file"),
+      "file"_a,
       "The number of bytes that the seal of a ``.metadata`` file covers; None without a seal.\n\n"
       "Raises Corrupt if these bytes do not match the seal.");
   module.def(
@@ -275,15 +273,15 @@ void bind_index(py::module_& module) {
         const std::string_view piece = pickled;
         return Bytes{index::seal_of(std::span(&piece, 1))};
       },
-      py::arg("pickled"), "The bytes that follow the pickle in a ``.metadata`` file.");
+      "pickled"_a, "The bytes that follow the pickle in a ``.metadata`` file.");
   module.def(
-      "describe_gap", &describe_gap, py::arg("size"), py::arg("boxes"), py::arg("offsets"),
+      "describe_gap", &describe_gap, "size"_a, "boxes"_a, "offsets"_a,
       "Describes the first element that no box covers; None if the boxes cover everything.\n\n"
       "``size`` is the size, in elements, of the covered part, which is at ``offsets`` in its "
       "tensor. A box is offsets in this part, and sizes.");
   module.def(
       "allow_dtypes", [](const std::vector<std::string>& names) { index::allow_dtypes(names); },
-      py::arg("names"),
+      "names"_a,
       "Adds names of dtypes in the module torch to the names that metadata may contain.");
   module.def(
       "allowed_globals",
@@ -301,7 +299,7 @@ void bind_index(py::module_& module) {
                    [&] { return index::walk_metadata_pickle(data, *index::allowed_globals()); })
             .values.end;
       },
-      py::arg("data"),
+      "data"_a,
       "Checks that running a metadata pickle is safe. Returns the number of bytes up to STOP.\n\n"
       "Raises Unsafe for names that metadata must not contain, and Corrupt for all other defects.");
   module.def(
@@ -309,7 +307,7 @@ void bind_index(py::module_& module) {
       [](std::span<const std::byte> data, const FileName& source) {
         return CheckpointIndex::decode(data, source);
       },
-      py::arg("data"), py::arg("source"), NoGil(),
+      "data"_a, "source"_a, NoGil(),
       "Decodes the contents of a ``.metadata`` file without running the pickle.\n\n"
       "Raises Unsafe for names that metadata must not contain and for data outside of the "
       "checkpoint's directory, and Corrupt for all other defects. ``source`` is the origin of the "
@@ -319,7 +317,7 @@ void bind_index(py::module_& module) {
       [](std::span<const std::byte> pickled, const FileName& source) {
         return CheckpointIndex::decode_objects(pickled, source);
       },
-      py::arg("pickled"), py::arg("source"), NoGil(),
+      "pickled"_a, "source"_a, NoGil(),
       "Decodes a pickle of torch's ``Metadata`` that this process has made.\n\n"
       "Raises Unsafe and Corrupt.");
 }

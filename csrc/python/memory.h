@@ -5,8 +5,9 @@
 #include <cstddef>
 #include <optional>
 #include <span>
+#include <type_traits>
 
-#include "python/text.h"
+#include "python/types.h"
 
 namespace torch_ckpt::python {
 
@@ -32,23 +33,32 @@ class Memory {
   Py_buffer view_{};
 };
 
-/// An argument with a contiguous buffer that the function writes to.
-using Writable = Typed<"typing_extensions.Buffer">;
+/// An object with a contiguous buffer.
+using Buffer = Typed<"typing_extensions.Buffer">;
 
 }  // namespace torch_ckpt::python
 
+namespace pybind11::detail {
+
 /// Converts an argument with a contiguous buffer, without copying it.
-template <>
-struct pybind11::detail::type_caster<std::span<const std::byte>> {
+template <class Byte>
+struct buffer_caster {
   template <class>
-  using cast_op_type = std::span<const std::byte>;
+  using cast_op_type = std::span<Byte>;
   static constexpr auto name = const_name("typing_extensions.Buffer");
 
   bool load(handle object, bool) {
-    memory.emplace(object);
+    memory.emplace(object, std::is_const_v<Byte> ? PyBUF_SIMPLE : PyBUF_WRITABLE);
     return true;
   }
-  operator std::span<const std::byte>() const { return memory->bytes(); }
+  operator std::span<Byte>() const { return memory->writable_bytes(); }
 
   std::optional<torch_ckpt::python::Memory> memory;
 };
+
+template <>
+struct type_caster<std::span<const std::byte>> : buffer_caster<const std::byte> {};
+template <>
+struct type_caster<std::span<std::byte>> : buffer_caster<std::byte> {};
+
+}  // namespace pybind11::detail

@@ -23,9 +23,10 @@
 #include "python/list.h"
 #include "python/memory.h"
 #include "python/publishing.h"
-#include "python/text.h"
+#include "python/types.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -213,18 +214,18 @@ auto object_files(const SafetensorsLayout& layout, const planning::SaveCoordinat
 }
 
 void bind_assemblies(py::module_& module) {
-  module.def("names_in_checksums", &names_in_checksums, py::arg("encoded"),
+  module.def("names_in_checksums", &names_in_checksums, "encoded"_a,
              "The names of the files in a file of checksums. Raises Corrupt if it is damaged.");
-  module.def("join_checksums", &join_checksums, py::arg("encoded"), py::arg("more"),
+  module.def("join_checksums", &join_checksums, "encoded"_a, "more"_a,
              "Adds the checksums of files that are only in ``more`` to a file of checksums.");
   py::class_<FileAssembly>(module, "FileAssembly",
                            "The assembly of a file from the parts of several ranks; see "
                            "csrc/planning/object_files.h.\n\n"
                            "Raises Corrupt if the encoded description is damaged.")
       .def(py::init([](const py::bytes& encoded) { return unwrap(FileAssembly::decode(encoded)); }),
-           py::arg("encoded"))
+           "encoded"_a)
       .def_property_readonly("name", &FileAssembly::name)
-      .def_property_readonly("bytes", &FileAssembly::bytes, "Size of the file.")
+      .def_property_readonly("bytes", &FileAssembly::bytes)
       .def(
           "ranges",
           [](const FileAssembly& self, std::uint64_t begin, std::uint64_t end) {
@@ -232,7 +233,7 @@ void bind_assemblies(py::module_& module) {
               return py::make_tuple(range.stream, range.offset, range.bytes);
             });
           },
-          py::arg("begin"), py::arg("end"),
+          "begin"_a, "end"_a,
           "The bytes of streams that the bytes from ``begin`` to ``end`` of the file consist of: "
           "number of the stream, offset and size. The head of the file is in no stream.")
       .def_property_readonly(
@@ -245,24 +246,15 @@ void bind_assemblies(py::module_& module) {
             return ranks;
           },
           "The ranks that send the streams.")
-      .def(
-          "copy_head",
-          [](const FileAssembly& self, std::uint64_t begin, const Writable& out) {
-            const Memory memory(out, PyBUF_WRITABLE);
-            self.copy_head(begin, memory.writable_bytes());
-          },
-          py::arg("begin"), py::arg("out"),
-          "Copies the bytes of the head to ``out``, which has the file's bytes from ``begin`` on.")
+      .def("copy_head", &FileAssembly::copy_head, "begin"_a, "out"_a, NoGil(),
+           "Copies the bytes of the head to ``out``, which has the file's bytes from ``begin`` on.")
       .def(
           "copy",
           [](const FileAssembly& self, std::size_t stream, std::uint64_t offset,
-             std::span<const std::byte> data, std::uint64_t begin, const Writable& out) {
-            const Memory memory(out, PyBUF_WRITABLE);
-            without_gil([&] {
-              return self.copy({stream, offset, data.size()}, data, begin, memory.writable_bytes());
-            });
+             std::span<const std::byte> data, std::uint64_t begin, std::span<std::byte> out) {
+            return self.copy({stream, offset, data.size()}, data, begin, out);
           },
-          py::arg("stream"), py::arg("offset"), py::arg("data"), py::arg("begin"), py::arg("out"),
+          "stream"_a, "offset"_a, "data"_a, "begin"_a, "out"_a, NoGil(),
           "Copies bytes of a stream, from ``offset`` on, to their places in ``out``.");
 }
 
@@ -297,10 +289,10 @@ auto tensors_of(const Delta& delta) {
   });
 }
 
-void apply(Delta& delta, const std::vector<Writable>& targets) {
+void apply(Delta& delta, const std::vector<Buffer>& targets) {
   std::vector<std::unique_ptr<Memory>> memory;
   std::vector<std::span<std::byte>> bytes;
-  for (const Writable& target : targets) {
+  for (const Buffer& target : targets) {
     memory.push_back(std::make_unique<Memory>(target, PyBUF_WRITABLE));
     bytes.push_back(memory.back()->writable_bytes());
   }
@@ -310,18 +302,17 @@ void apply(Delta& delta, const std::vector<Writable>& targets) {
 void bind_deltas(py::module_& module) {
   module.attr("DELTA_NAME") = std::string(format::kDeltaName);
   module.attr("LATEST_NAME") = std::string(directory::kLatestName);
-  module.def("update_latest", &directory::update_latest, py::arg("root"), py::arg("sync"), NoGil(),
+  module.def("update_latest", &directory::update_latest, "root"_a, "sync"_a, NoGil(),
              "Makes the link ``latest`` in the root of versions lead to the newest one.\n\n"
              "Raises OSError, and FileExistsError if it is not a link.");
   py::class_<Delta>(
       module, "Delta",
       "A delta, which is read into memory; csrc/engine/delta.h describes how it is applied.\n\n"
       "Raises OSError, and Corrupt if it is damaged.")
-      .def(py::init(&read_delta), py::arg("directory"), py::arg("name"), NoGil())
-      .def_property_readonly(
-          "base", [](const Delta& self) { return os_text(self.base()); }, "The name of the base.")
+      .def(py::init(&read_delta), "directory"_a, "name"_a, NoGil())
+      .def_property_readonly("base", [](const Delta& self) { return os_text(self.base()); })
       .def("tensors", &tensors_of, "Name, dtype and shape of each tensor of the version.")
-      .def("apply", &apply, py::arg("targets"),
+      .def("apply", &apply, "targets"_a,
            "Changes the memory of each of the ``tensors``, in place: contiguous, writable buffers. "
            "After a success, the delta must not be used again.\n\n"
            "Raises CheckpointError if a target does not have the values of the base, Corrupt if "
@@ -331,7 +322,7 @@ void bind_deltas(py::module_& module) {
           [](const Delta& self, const os::Directory& base, const os::Directory& to) {
             return self.write_files(engine::Context::process(), base, to);
           },
-          py::arg("base"), py::arg("to"), NoGil(),
+          "base"_a, "to"_a, NoGil(),
           "Writes the version's safetensors files. Raises as ``apply`` does, and OSError.");
 }
 
@@ -345,36 +336,35 @@ void bind_model(py::module_& module) {
       "Floating-point tensors are stored with the dtype ``cast``; None keeps each tensor's dtype. "
       "A file has at most ``max_shard_bytes`` bytes of tensors, or one larger tensor. ``metadata`` "
       "is stored in each file. Raises CheckpointError if the files cannot hold a value.")
-      .def(py::init(&layout_of_plan), py::arg("coordinator"), py::arg("names"), py::arg("cast"),
-           py::arg("max_shard_bytes"), py::arg("metadata"), py::arg("tag") = "",
+      .def(py::init(&layout_of_plan), "coordinator"_a, "names"_a, "cast"_a, "max_shard_bytes"_a,
+           "metadata"_a, "tag"_a = "",
            "Lays out the values of a plan. ``names`` has new names, in the order of the plan's. "
            "``tag`` becomes part of the names of the files, which then have an index in any case.")
-      .def_static("of_tensors", &layout_of_rows, py::arg("tensors"), py::arg("cast"),
-                  py::arg("max_shard_bytes"), py::arg("metadata"),
-                  "Lays out tensors, given the name, dtype and size of each.")
+      .def_static("of_tensors", &layout_of_rows, "tensors"_a, "cast"_a, "max_shard_bytes"_a,
+                  "metadata"_a, "Lays out tensors, given the name, dtype and size of each.")
       .def("files", &files_of, "The name of each file, and its size in bytes.")
       .def_property_readonly(
           "index", [](const SafetensorsLayout& layout) { return py::bytes(layout.index()); },
           "The contents of the index; empty if a single file has none.")
-      .def("checksums", &checksums_of, py::arg("extras"), py::arg("written"),
+      .def("checksums", &checksums_of, "extras"_a, "written"_a,
            "The contents of the file of checksums, from the arguments of ``ModelSave.complete``. "
            "``extras`` includes the index. Raises Corrupt if the ranks have not written all bytes.")
-      .def("object_files", &object_files, py::arg("coordinator"), py::arg("assembles_all"),
+      .def("object_files", &object_files, "coordinator"_a, "assembles_all"_a,
            "Decides which rank writes each file; see csrc/planning/object_files.h.\n\n"
            "Returns, by rank: the places of the values, for ``FlatState.parts``; the files that "
            "the rank assembles, for ``FileAssembly``; and the receiver, the file and the size of "
            "each stream that the rank sends, in the order of the files.")
-      .def("interleaves", &interleaves, py::arg("coordinator"), py::arg("hosts"), NoGil(),
+      .def("interleaves", &interleaves, "coordinator"_a, "hosts"_a, NoGil(),
            "True if ranks of several hosts would write to the same ranges of a file, in short "
            "runs.\n\n"
            "``hosts`` are the hosts of the ranks.")
-      .def("shares_files", &shares_files, py::arg("coordinator"), py::arg("hosts"), NoGil(),
+      .def("shares_files", &shares_files, "coordinator"_a, "hosts"_a, NoGil(),
            "True if ranks of several hosts would write to one file.")
-      .def("places_of_plan", &places_of_plan, py::arg("coordinator"), py::arg("offers"),
+      .def("places_of_plan", &places_of_plan, "coordinator"_a, "offers"_a,
            "The places of each rank's values, for ``FlatState.parts``.\n\n"
            "``offers`` are the addresses of the memory that each rank offers to the ranks of its "
            "machine; an empty one if it offers none.")
-      .def("places_of_parts", &places_of_parts, py::arg("parts"), py::arg("offers"),
+      .def("places_of_parts", &places_of_parts, "parts"_a, "offers"_a,
            "The places of each rank's parts, for ``SaveSources.set_places``.\n\n"
            "A part is the number of its tensor, and its offsets and size in the tensor.");
   py::class_<os::MemoryFile>(
@@ -402,17 +392,16 @@ void bind_model(py::module_& module) {
              warn(warnings);
              return made;
            }),
-           py::arg("parent"), py::arg("name"), py::arg("replace"), py::arg("extras"),
+           "parent"_a, "name"_a, "replace"_a, "extras"_a,
            "``extras`` has the names of the files that ``complete`` receives.")
       .def_property_readonly(
           "temporary", [](const ModelSave& save) { return os_text(save.temporary()); },
           "The name of the new directory.")
-      .def("complete", &complete, py::arg("layout"), py::arg("extras"), py::arg("written"),
-           py::arg("sync"),
+      .def("complete", &complete, "layout"_a, "extras"_a, "written"_a, "sync"_a,
            "Writes headers, the index, other files and checksums, after all ranks have written.\n\n"
            "``extras`` has the names and contents of the other files; ``written`` has each rank's "
            "``WrittenFiles.tables``. Raises OSError, and Corrupt if a file does not have its size.")
-      .def("complete_version", &complete_version, py::arg("delta"), py::arg("sync"),
+      .def("complete_version", &complete_version, "delta"_a, "sync"_a,
            "Completes a directory to which ``Delta.write_files`` has written. Raises as "
            "``complete`` does.")
       .def(
@@ -422,7 +411,7 @@ void bind_model(py::module_& module) {
             without_gil([&] { return self.link_unchanged(base, sync, warnings); });
             warn(warnings);
           },
-          py::arg("base"), py::arg("sync"),
+          "base"_a, "sync"_a,
           "Replaces each file that ``base`` contains with the same name and bytes by a hard link. "
           "Warns of a file that cannot be linked. Raises OSError.")
       .def(
@@ -433,7 +422,7 @@ void bind_model(py::module_& module) {
                                          sync);
             });
           },
-          py::arg("base"), py::arg("name"), py::arg("sync"),
+          "base"_a, "name"_a, "sync"_a,
           "Writes the delta from ``base``, which ``name`` names in messages, to the directory.\n\n"
           "Raises OSError, ValueError if ``base`` has no checksums, and Corrupt if a file of "
           "either directory does not match them.")
@@ -445,7 +434,7 @@ void bind_model(py::module_& module) {
             warn(warnings);
             raise_unpublished(outcome);
           },
-          py::arg("sync"), "Gives the directory its name. Raises OSError and DurabilityUncertain.")
+          "sync"_a, "Gives the directory its name. Raises OSError and DurabilityUncertain.")
       .def(
           "discard",
           [](ModelSave& save) {

@@ -12,6 +12,7 @@
 #include "python/memory.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 PYBIND11_MODULE(_core, module) {
   using namespace torch_ckpt;
@@ -32,7 +33,7 @@ PYBIND11_MODULE(_core, module) {
   module.def(
       "crc32",
       [](std::span<const std::byte> data, std::uint32_t crc) { return format::crc32(crc, data); },
-      py::arg("data"), py::arg("crc") = 0, python::NoGil(),
+      "data"_a, "crc"_a = 0, python::NoGil(),
       "Returns the same as ``zlib.crc32``, at memory speed. ``data`` is a contiguous buffer.");
   module.def(
       "join_executor",

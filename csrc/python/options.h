@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/load_session.h"
-#include "python/text.h"
+#include "python/types.h"
 
 /// Converts the option direct_io: True, False or "auto".
 template <>

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <ranges>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -14,9 +15,10 @@
 #include "python/gil.h"
 #include "python/list.h"
 #include "python/results.h"
-#include "python/text.h"
+#include "python/types.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -82,11 +84,8 @@ auto changes_of(const SaveCoordinator& coordinator, const Written& before, const
 }
 
 auto names_of(const SaveCoordinator& coordinator) {
-  py::typing::List<py::str> names;
-  for (std::size_t i = 0; i < coordinator.plan().names(); ++i) {
-    names.append(text_of(coordinator.plan().name(i)));
-  }
-  return names;
+  return list_of(std::views::iota(std::size_t{0}, coordinator.plan().names()),
+                 [&](std::size_t i) { return text_of(coordinator.plan().name(i)); });
 }
 
 auto differing_replicas(const SaveCoordinator& coordinator) {
@@ -113,15 +112,14 @@ void bind_plan(py::module_& module) {
       "The plan of one rank for the saves of a group (csrc/planning/save_coordinator.h).\n\n"
       "``structure`` is the result of ``FlatState.contents``.")
       .def(py::init<>())
-      .def("message", &message_of, py::arg("structure"), py::arg("fingerprints"),
-           py::arg("with_parts") = false,
+      .def("message", &message_of, "structure"_a, "fingerprints"_a, "with_parts"_a = false,
            "The template, or None if the rank has the plan, and the message to the coordinator.")
       .def(
           "accept",
           [](RankPlan& plan, const Structure& structure, const py::bytes& reply) {
             return plan.accept(structure.first, structure.second, reply);
           },
-          py::arg("structure"), py::arg("reply"))
+          "structure"_a, "reply"_a)
       .def_property_readonly(
           "items", [](const RankPlan& plan) { return py::bytes(plan.items()); },
           "The numbers of the items that the rank writes, for ``FlatState.sources``.")
@@ -133,7 +131,7 @@ void bind_plan(py::module_& module) {
       module, "SaveCoordinator",
       "The plans of all ranks. ``before``, ``now`` and ``written`` are by rank.")
       .def(py::init<>())
-      .def("assign", &assign, py::arg("messages"),
+      .def("assign", &assign, "messages"_a,
            "The replies, by rank; empty if all ranks must send their parts.\n\n"
            "Raises CheckpointError if the values of a name differ in kind, dtype or size between "
            "ranks, or if the shards of a tensor do not cover it, on each of its meshes.")
@@ -151,11 +149,11 @@ void bind_plan(py::module_& module) {
       .def("differing_replicas", &differing_replicas,
            "Names of the values whose fingerprints differ in the last messages, and the groups of "
            "ranks that have the same version.")
-      .def("differing_copies", &differing_copies, py::arg("checksums"),
+      .def("differing_copies", &differing_copies, "checksums"_a,
            "Sharded tensors that are not copies, given the checksums of each rank.\n\n"
            "Returns the name of each, the groups of ranks that have the same version, and the "
            "ranks of each mesh.")
-      .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"),
+      .def("changes", &changes_of, "before"_a, "now"_a, "counter"_a,
            "Compares two saves: changed number, and the unchanged groups with their names.\n\n"
            "The number is the first object or one-element tensor that has changed, except "
            "``counter``. A group is all tensors under one top-level key. There are no groups if no "
@@ -163,7 +161,7 @@ void bind_plan(py::module_& module) {
       .def("describe", &SaveCoordinator::describe, NoGil(),
            "Encodes the part of the metadata that depends only on the plan.\n\n"
            "If it was not called, ``encode`` does it.")
-      .def("encode", &encoded, py::arg("written"), py::arg("storage_meta"), py::arg("version"),
+      .def("encode", &encoded, "written"_a, "storage_meta"_a, "version"_a,
            "The contents of ``.metadata``.\n\n"
            "Raises Corrupt if a rank has not reported one location for each of its items.");
 }

@@ -12,6 +12,7 @@
 #include "staging/chunk_pool.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -37,11 +38,10 @@ void set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
 void bind_pool(py::module_& module) {
   module.attr("host_chunk_bytes") = engine::kHostChunkBytes;
   module.attr("device_chunk_bytes") = engine::kDeviceChunkBytes;
-  module.def("set_reserve", &set_reserve, py::arg("bytes"), py::arg("chunk_bytes"),
+  module.def("set_reserve", &set_reserve, "bytes"_a, "chunk_bytes"_a,
              "Sets the target of the reserve, in chunks of ``chunk_bytes``; never lowers it.");
   module.def(
-      "grow_reserve", &grow_reserve, py::arg("most_bytes"), py::arg("device"),
-      py::arg("background"),
+      "grow_reserve", &grow_reserve, "most_bytes"_a, "device"_a, "background"_a,
       "Allocates memory until the reserve has ``most_bytes`` or is complete. Returns its bytes.\n\n"
       "Several threads allocate: the threads of saves with this background, or the ordinary ones. "
       "For a CUDA device (-1: none) the memory is page-locked in arenas of 64 MiB. Raises OSError "
@@ -59,8 +59,8 @@ void bind_pool(py::module_& module) {
       "reserved_bytes", [] { return Context::process().chunks.reserved_bytes(); },
       "Bytes of the reserve that are allocated, including chunks that saves use.");
   module.def(
-      "trim_pool", [](std::size_t bytes) { Context::process().chunks.trim(bytes); },
-      py::arg("bytes") = 0, NoGil(),
+      "trim_pool", [](std::size_t bytes) { Context::process().chunks.trim(bytes); }, "bytes"_a = 0,
+      NoGil(),
       "Frees idle memory of the pool, including the reserve, until ``bytes`` bytes are left.");
 }
 

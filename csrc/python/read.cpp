@@ -16,6 +16,7 @@
 #include "python/waiting.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -80,15 +81,14 @@ void bind_read(py::module_& module) {
              return ObjectRead{name, file, number_of(offset, name, "offset"),
                                number_of(length, name, "length"), std::move(target)};
            }),
-           py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
-           py::arg("target") = py::none())
+           "name"_a, "file"_a, "offset"_a, "length"_a, "target"_a = py::none())
       .def_property_readonly("name", text_getter(&ObjectRead::name))
       .def_property_readonly("file", text_getter(&ObjectRead::file))
       .def_readonly("offset", &ObjectRead::offset)
       .def_readonly("length", &ObjectRead::length)
       .def_readonly("target", &ObjectRead::target);
-  module.def("load_bytes", &load_bytes, py::arg("reads"), py::kw_only(), py::arg("directory"),
-             py::arg("tables"), py::arg("options"),
+  module.def("load_bytes", &load_bytes, "reads"_a, py::kw_only(), "directory"_a, "tables"_a,
+             "options"_a,
              "Reads the records of objects. ``tables`` has the checksum table of each file.");
 }
 

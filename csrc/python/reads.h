@@ -12,7 +12,7 @@
 #include "index/checkpoint_index.h"
 #include "index/name_table.h"
 #include "python/options.h"
-#include "python/text.h"
+#include "python/types.h"
 
 namespace torch_ckpt::python {
 

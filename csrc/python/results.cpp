@@ -15,9 +15,10 @@
 #include "python/gil.h"
 #include "python/list.h"
 #include "python/memory.h"
-#include "python/text.h"
+#include "python/types.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -138,10 +139,10 @@ void bind_results(py::module_& module) {
       "The files that one rank has written in one save; its length is the number of items.\n\n"
       "It can be pickled. ``files`` has the name and checksum table of each file, and the number, "
       "offset, length and CRC-32 of each item in it.")
-      .def(py::init(&written_files), py::arg("files"))
-      .def_property_readonly("names", &names_of, "Names of the files.")
+      .def(py::init(&written_files), "files"_a)
+      .def_property_readonly("names", &names_of)
       .def_property_readonly("tables", &tables_of, "Checksum tables by file name.")
-      .def("locations", &locations_of, py::arg("first") = 0,
+      .def("locations", &locations_of, "first"_a = 0,
            "File name, offset, length in bytes, and CRC-32 of each item from ``first`` on.")
       .def("__len__", &count_of)
       .def(py::pickle(&frames_of, &from_frames));
@@ -151,11 +152,11 @@ void bind_results(py::module_& module) {
       "Methods raise OSError if a system call fails: the owner has ended, or there is no memory or "
       "no free descriptor.")
       .def(py::init([] { return unwrap(ProcessChannel::create()); }), NoGil())
-      .def_static("at", &at, py::arg("address"), "The channel of another process, to send to.")
+      .def_static("at", &at, "address"_a, "The channel of another process, to send to.")
       .def_property_readonly(
           "address", [](ProcessChannel& channel) -> Address { return fields(channel.address()); })
-      .def("send_object", &ProcessChannel::send_object, py::arg("pickled"), NoGil())
-      .def("begin", &ProcessChannel::announce, py::arg("what"), NoGil(),
+      .def("send_object", &ProcessChannel::send_object, "pickled"_a, NoGil())
+      .def("begin", &ProcessChannel::announce, "what"_a, NoGil(),
            "Announces that this process will send an object. ``what`` describes it for messages.")
       .def("take_objects", &take_objects,
            "Objects that were sent since the last call, oldest first.")
@@ -163,10 +164,10 @@ void bind_results(py::module_& module) {
            "Process id and ``what`` of each process that ended between ``begin`` and "
            "``send_object``.\n\n"
            "Each is returned once.")
-      .def("wait", &wait, py::arg("seconds"), NoGil(),
+      .def("wait", &wait, "seconds"_a, NoGil(),
            "Waits for an object, a call of ``wake``, or the end of a process after its ``begin``.")
       .def("wake", &ProcessChannel::wake, NoGil())
-      .def("wait_for_files", &wait_for_files, py::arg("seconds"),
+      .def("wait_for_files", &wait_for_files, "seconds"_a,
            "Waits, in a forked child, for the results of a save of the parent.\n\n"
            "Returns the object that was sent in their place as bytes, or None after ``seconds``. "
            "Raises the save's error, and CheckpointError if the parent has died.");

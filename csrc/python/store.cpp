@@ -18,9 +18,10 @@
 #include "python/bindings.h"
 #include "python/gil.h"
 #include "python/memory.h"
-#include "python/text.h"
+#include "python/types.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -90,8 +91,7 @@ class PieceBuffer {
 };
 
 /// A piece as the argument of a Python function.
-struct LentPiece {
-  FilePiece piece;
+struct LentPiece : FilePiece {
   std::shared_ptr<LentChunk> chunk;
   std::function<bool()> is_cancelled;
 };
@@ -141,7 +141,7 @@ class PythonStore final : public engine::Store {
                  const std::function<bool()>& is_cancelled) override {
     auto lent = std::make_shared<LentChunk>(std::move(chunk));
     auto done = call("write", name, [&] {
-      files_.attr("write")(text_of(name), LentPiece{piece, lent, is_cancelled});
+      files_.attr("write")(text_of(name), LentPiece{{piece}, lent, is_cancelled});
       return Result<>();
     });
     chunk = lent->take();
@@ -214,25 +214,18 @@ void bind_store(py::module_& module) {
   py::class_<LentPiece>(
       module, "FilePiece",
       "A piece of a file that the engine writes to a :class:`Store` (csrc/engine/store.h).")
-      .def_property_readonly(
-          "file_bytes", [](const LentPiece& it) { return it.piece.file_bytes; },
-          "Size of the complete file.")
-      .def_property_readonly(
-          "offset", [](const LentPiece& it) { return it.piece.offset; },
-          "Offset of the piece in the file.")
-      .def_property_readonly(
-          "bytes", [](const LentPiece& it) { return it.piece.bytes; }, "Size of the piece.")
-      .def_property_readonly(
-          "is_last", [](const LentPiece& it) { return it.piece.is_last(); },
-          "True if the piece is at the end of the file.")
+      .def_readonly("file_bytes", &LentPiece::file_bytes)
+      .def_readonly("offset", &LentPiece::offset)
+      .def_readonly("bytes", &LentPiece::bytes)
+      .def_property_readonly("is_last", &LentPiece::is_last,
+                             "True if the piece is at the end of the file.")
       .def_property_readonly(
           "is_cancelled", [](const LentPiece& it) { return it.is_cancelled(); },
           "True if the save has failed or was cancelled. Then the call must end soon.")
       .def(
           "buffer",
           [](const LentPiece& it) {
-            const py::object buffer =
-                py::cast(std::make_shared<PieceBuffer>(it.chunk, it.piece.bytes));
+            const py::object buffer = py::cast(std::make_shared<PieceBuffer>(it.chunk, it.bytes));
             PyObject* const view = PyMemoryView_FromObject(buffer.ptr());
             if (view == nullptr) throw py::error_already_set();
             return py::reinterpret_steal<py::memoryview>(view);
@@ -243,7 +236,7 @@ void bind_store(py::module_& module) {
           [](const LentPiece& it, double seconds) {
             return it.chunk->wait_until_unused(std::chrono::duration<double>(seconds));
           },
-          py::arg("seconds"), NoGil(),
+          "seconds"_a, NoGil(),
           "Waits until no buffer of the piece exists; False if ``seconds`` have passed first.");
   py::class_<engine::Store, std::shared_ptr<engine::Store>>(
       module, "Store",
@@ -255,10 +248,9 @@ void bind_store(py::module_& module) {
       .def(py::init([](const Name& path, py::object files) -> std::shared_ptr<engine::Store> {
              return std::make_shared<PythonStore>(path, std::move(files));
            }),
-           py::arg("path"), py::arg("files"))
-      .def_property_readonly(
-          "path", [](const engine::Store& store) { return text_of(store.path()); },
-          "Path or URL, for messages.");
+           "path"_a, "files"_a)
+      .def_property_readonly("path", text_getter(&engine::Store::path),
+                             "Path or URL, for messages.");
 }
 
 }  // namespace torch_ckpt::python

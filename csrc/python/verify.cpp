@@ -13,10 +13,11 @@
 #include "python/interrupts.h"
 #include "python/list.h"
 #include "python/options.h"
-#include "python/text.h"
+#include "python/types.h"
 #include "python/waiting.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -43,7 +44,7 @@ void run(CheckpointVerification& verification, const ReadOptions& options,
 }  // namespace
 
 void bind_verify(py::module_& module) {
-  module.def("is_file_damage", &engine::is_file_damage, py::arg("error_number"),
+  module.def("is_file_damage", &engine::is_file_damage, "error_number"_a,
              "True if an errno indicates a damaged file rather than a failing machine.");
   py::enum_<CheckpointFault::Kind>(module, "FaultKind", "Kinds of faults of a checkpoint.")
       .value("DAMAGED", CheckpointFault::Kind::damaged)
@@ -63,16 +64,16 @@ void bind_verify(py::module_& module) {
   py::class_<CheckpointVerification>(
       module, "CheckpointVerification",
       "Verifies a checkpoint: first ``add`` for each metadata file, then ``run``.")
-      .def(py::init<engine::Folder>(), py::arg("directory"))
-      .def("add", &add, py::arg("index"), "Checks one metadata file and collects its records.")
-      .def("run", &run, py::arg("options"), py::arg("progress"),
+      .def(py::init<engine::Folder>(), "directory"_a)
+      .def("add", &add, "index"_a, "Checks one metadata file and collects its records.")
+      .def("run", &run, "options"_a, "progress"_a,
            "Reads and checks the records. Raises ValueError and OSError.")
       .def(
           "names_file",
           [](const CheckpointVerification& self, const Name& name) {
             return self.names_file(name);
           },
-          py::arg("name"), "True if the metadata names this file.")
+          "name"_a, "True if the metadata names this file.")
       .def_property_readonly("records", &CheckpointVerification::records)
       .def_property_readonly("bytes", &CheckpointVerification::bytes)
       .def_property_readonly("faults", &CheckpointVerification::faults)

@@ -8,7 +8,7 @@
 
 #include "planning/strides.h"
 #include "python/released_gil.h"
-#include "python/text.h"
+#include "python/types.h"
 #include "torch/math_bits.h"
 
 namespace py = pybind11;

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "python/list.h"
-#include "python/text.h"
+#include "python/types.h"
 #include "torch/scalar_type.h"
 #include "torch/tensor.h"
 

@@ -17,7 +17,7 @@
 #include "python/gil.h"
 #include "python/list.h"
 #include "python/reads.h"
-#include "python/text.h"
+#include "python/types.h"
 #include "python/waiting.h"
 #include "torch/load_state.h"
 #include "torch/load_waves.h"
@@ -25,6 +25,7 @@
 #include "torch_python/casters.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -172,9 +173,8 @@ void bind_reads(py::module_& module) {
                           "Tensors to read from the files of one checkpoint.")
       .def(py::init<>())
       .def(
-          "add", &add_read, py::arg("name"), py::arg("file"), py::arg("offset"), py::arg("length"),
-          py::arg("dtype"), py::arg("sizes"), py::arg("region_offsets"), py::arg("region_lengths"),
-          py::arg("tensor"), py::arg("is_transformed") = false,
+          "add", &add_read, "name"_a, "file"_a, "offset"_a, "length"_a, "dtype"_a, "sizes"_a,
+          "region_offsets"_a, "region_lengths"_a, "tensor"_a, "is_transformed"_a = false,
           "Adds a region of a stored tensor.\n\n"
           "Raises Corrupt if the offset or the length is not a number of bytes, and ValueError if "
           "the region does not lie within the stored tensor, or ``tensor`` does not have its size.")
@@ -184,17 +184,17 @@ void bind_reads(py::module_& module) {
              return py::reinterpret_steal<py::typing::Iterator<NumberedRead>>(
                  PySeqIter_New(reads.ptr()));
            })
-      .def("__getitem__", &read_of, py::arg("number"), py::keep_alive<0, 1>())
+      .def("__getitem__", &read_of, "number"_a, py::keep_alive<0, 1>())
       .def(
           "split",
           [](TensorReads& reads, std::uint64_t max_bytes,
              const std::function<bool(py::str)>& can_split) {
             reads.split(max_bytes, [&](std::string_view file) { return can_split(text_of(file)); });
           },
-          py::arg("max_bytes"), py::arg("can_split"),
+          "max_bytes"_a, "can_split"_a,
           "Splits reads into targets of more than ``max_bytes`` along the first dimension.\n\n"
           "Splits only reads from files for whose names ``can_split`` returns True.")
-      .def("subset", &TensorReads::subset, py::arg("numbers"))
+      .def("subset", &TensorReads::subset, "numbers"_a)
       .def_property_readonly("stored_bytes", &TensorReads::stored_bytes)
       .def_property_readonly("digest", &TensorReads::digest,
                              "A checksum of which bytes of which files are read.")
@@ -212,14 +212,14 @@ void bind_reads(py::module_& module) {
             return found;
           },
           "Name, stored dtype and target dtype of each read that converts the elements.")
-      .def("load", &load, py::kw_only(), py::arg("directory"), py::arg("tables"),
-           py::arg("options"), py::arg("progress") = py::none(), py::arg("ready") = Events{},
+      .def("load", &load, py::kw_only(), "directory"_a, "tables"_a, "options"_a,
+           "progress"_a = py::none(), "ready"_a = Events{},
            "Fills the targets. Returns the numbers of the reads whose records only torch.load can "
            "read.\n\n"
            "``tables`` has the checksum table of each file. ``ready`` are devices and events; "
            "targets on a device are written after its events.");
-  module.def("plan_box", &plan_box, py::arg("index"), py::arg("name"), py::arg("offsets"),
-             py::arg("sizes"), py::arg("target"), py::arg("reads"),
+  module.def("plan_box", &plan_box, "index"_a, "name"_a, "offsets"_a, "sizes"_a, "target"_a,
+             "reads"_a,
              "Adds the reads of a box of a stored tensor into ``target``.\n\n"
              "Raises KeyError if there is no tensor of this name, and Corrupt if the checkpoint "
              "lacks a record or does not have the box completely.");
@@ -229,11 +229,10 @@ void bind_reads(py::module_& module) {
 
 void bind_load(py::module_& module) {
   bind_reads(module);
-  py::enum_<SizeRule>(module, "SizeRule",
-                      "Permitted differences between the size of a tensor in the state dict and "
-                      "its stored size.\n\n"
-                      "``GROWING``: dimensions may be larger in the state dict. ``ANY``: "
-                      "dimensions may have any size, but their number must be equal.")
+  py::enum_<SizeRule>(
+      module, "SizeRule",
+      "Permitted differences between the size of a tensor in the state dict and its stored size: "
+      "none, larger dimensions in the state dict, or any sizes of as many dimensions.")
       .value("SAME", SizeRule::same)
       .value("GROWING", SizeRule::growing)
       .value("ANY", SizeRule::any);
@@ -265,7 +264,7 @@ void bind_load(py::module_& module) {
       .def(py::init([](const AnyObject& state_dict, const LocalChunks& local_chunks) {
              return std::make_unique<LoadState>(state_dict.ptr(), local_chunks.ptr());
            }),
-           py::arg("state_dict"), py::arg("local_chunks"))
+           "state_dict"_a, "local_chunks"_a)
       .def(
           "match",
           [](LoadState& state, const CheckpointIndex& index, SizeRule rule,
@@ -276,8 +275,8 @@ void bind_load(py::module_& module) {
             }
             return state.match(index, rule, is_chosen);
           },
-          py::arg("index"), py::arg("rule"), py::arg("chosen"), py::keep_alive<1, 2>(),
-          py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),
+          "index"_a, "rule"_a, "chosen"_a, py::keep_alive<1, 2>(), py::keep_alive<0, 1>(),
+          py::keep_alive<0, 2>(),
           "Compares each value with the entry of the same name.\n\n"
           "``chosen`` returns True for the names to load; None loads all.")
       .def("undescribed", &LoadState::undescribed,
@@ -287,14 +286,14 @@ void bind_load(py::module_& module) {
           [](const LoadState& state, TensorReads& reads) {
             return state.plan(reads, &check_signals);
           },
-          py::arg("reads"),
+          "reads"_a,
           "Adds the reads of all tensors. Returns the rows of the objects.\n\n"
           "Raises Corrupt if the checkpoint lacks a record or does not have a tensor completely.")
       .def(
           "is_transformed",
           [](const LoadState& state, std::size_t row) { return state.record(row).is_transformed; },
-          py::arg("row"), "True if a transform has changed the record of an object in the plan.")
-      .def("object_read", &object_read, py::arg("row"),
+          "row"_a, "True if a transform has changed the record of an object in the plan.")
+      .def("object_read", &object_read, "row"_a,
            "The read of an object in the plan. Its target is the value's path.")
       .def("loaded", &LoadState::loaded)
       .def("loaded_on_meta", &LoadState::loaded_on_meta,

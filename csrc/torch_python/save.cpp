@@ -13,7 +13,7 @@
 #include "python/memory.h"
 #include "python/options.h"
 #include "python/results.h"
-#include "python/text.h"
+#include "python/types.h"
 #include "torch/tensor_checks.h"
 #include "torch/tensor_save.h"
 #include "torch/tensor_source.h"
@@ -21,6 +21,7 @@
 #include "torch_python/casters.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -94,32 +95,29 @@ bool is_dense(const py::object& value) {
 }  // namespace
 
 void bind_save(py::module_& module) {
-  module.def("is_plain", &is_plain, py::arg("value"),
+  module.def("is_plain", &is_plain, "value"_a,
              "True if the engine can write the value: a plain strided tensor.");
-  module.def("is_dense", &is_dense, py::arg("tensor"),
+  module.def("is_dense", &is_dense, "tensor"_a,
              "True if a tensor has no gaps, no overlap and no pending conjugation or negation.");
   module.def(
       "copy_to_pool",
       [](const std::vector<Tensor>& given) {
         return without_gil([&] { return tensors::copies_in_pool(Context::process(), given); });
       },
-      py::arg("tensors"),
+      "tensors"_a,
       "Copies dense CPU tensors into memory that returns to the pool with the last of the copies.");
   py::class_<Save>(module, "Save",
                    "The write of one rank's files in a save (csrc/torch/tensor_save.h).\n\n"
                    "``watch`` detects writes to the sources of a snapshot; without it, no source "
                    "changes before the end. One thread calls ``start``, ``run``, "
                    "``cancel_and_wait`` and ``finish``; any thread may call the other methods.")
-      .def(py::init<std::shared_ptr<tensors::SourceWatch>>(), py::arg("watch") = nullptr)
-      .def("start", &start, py::arg("directory"), py::arg("prefix"), py::arg("sources"),
-           py::kw_only(), py::arg("buckets"), py::arg("bytes_per_bucket") = 0,
-           py::arg("file_per_item") = false, py::arg("separation_hint") = "",
-           py::arg("chunk_bytes") = 0, py::arg("max_host_bytes"), py::arg("direct_io"),
-           py::arg("sync"), py::arg("snapshot") = false, py::arg("background") = py::none(),
-           py::arg("low_priority_copies") = true, py::arg("ready") = Events(),
-           py::arg("children") = py::none())
-      .def("run", &run, py::arg("on_staged") = py::none(), py::arg("on_wait") = py::none(),
-           py::arg("seconds") = 1.0,
+      .def(py::init<std::shared_ptr<tensors::SourceWatch>>(), "watch"_a = nullptr)
+      .def("start", &start, "directory"_a, "prefix"_a, "sources"_a, py::kw_only(), "buckets"_a,
+           "bytes_per_bucket"_a = 0, "file_per_item"_a = false, "separation_hint"_a = "",
+           "chunk_bytes"_a = 0, "max_host_bytes"_a, "direct_io"_a, "sync"_a, "snapshot"_a = false,
+           "background"_a = py::none(), "low_priority_copies"_a = true, "ready"_a = Events(),
+           "children"_a = py::none())
+      .def("run", &run, "on_staged"_a = py::none(), "on_wait"_a = py::none(), "seconds"_a = 1.0,
            "Waits for the end. Returns the names of sources that were written to too early.\n\n"
            "``on_staged`` is called once, when the sources may change. ``on_wait`` is called every "
            "``seconds``. Raises the error of the save.")
@@ -135,7 +133,7 @@ void bind_save(py::module_& module) {
           "make_streams_wait",
           [](Save& save, const std::vector<std::pair<int, std::uintptr_t>>& streams,
              double seconds) { return save.make_streams_wait(streams, seconds); },
-          py::arg("streams"), py::arg("seconds"),
+          "streams"_a, "seconds"_a,
           "Makes streams of devices wait for the copies. Returns None if the copies were not "
           "submitted in time; then call it again.")
       .def("timing", &Save::timing,

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <ranges>
 #include <span>
 #include <string>
 #include <string_view>
@@ -14,7 +15,7 @@
 #include "planning/state_template.h"
 #include "python/gil.h"
 #include "python/memory.h"
-#include "python/text.h"
+#include "python/types.h"
 #include "torch/extents.h"
 #include "torch/fingerprint.h"
 #include "torch/flat_state.h"
@@ -25,6 +26,7 @@
 #include "torch_python/casters.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace torch_ckpt::python {
 namespace {
@@ -202,8 +204,7 @@ void bind_state(py::module_& module) {
             if (holder.is_none()) return watch.add(name, tensor);
             watch.add(name, tensor, PythonRef::to(holder.ptr()), PythonRef::to(attribute.ptr()));
           },
-          py::arg("name"), py::arg("tensor"), py::arg("holder") = py::none(),
-          py::arg("attribute") = "",
+          "name"_a, "tensor"_a, "holder"_a = py::none(), "attribute"_a = "",
           "Adds a tensor under a fully qualified name, which several tensors may share.\n\n"
           "``holder`` is the object that has the tensor as its attribute ``attribute`` and may "
           "replace it by another tensor; None if the tensor cannot be replaced.")
@@ -219,7 +220,7 @@ void bind_state(py::module_& module) {
       .def("release", &SourceWatch::release, "Releases the tensors and their holders.");
   module.def(
       "fingerprint", [](const Tensor& tensor) { return tensors::fingerprint_of(tensor, true); },
-      py::arg("tensor"), NoGil(),
+      "tensor"_a, NoGil(),
       "A CRC-32 of the elements of a tensor, or 0 if the tensor is not plain.\n\n"
       "The CRC is independent of the tensor's device and strides.");
   py::class_<SaveSources>(
@@ -231,15 +232,13 @@ void bind_state(py::module_& module) {
           [](SaveSources& sources, Name name, const AnyObject& value) {
             add_source(sources, std::move(name), value);
           },
-          py::arg("name"), py::arg("value"),
-          "Adds a value. The name is used only for a separation hint.")
+          "name"_a, "value"_a, "Adds a value. The name is used only for a separation hint.")
       .def(
           "set_places",
           [](SaveSources& sources, const py::bytes& places) {
             sources.set_places(planning::RankPlaces::decode(places).value());
           },
-          py::arg("places"),
-          "Sets the files of which this rank writes parts, and the place of each part.")
+          "places"_a, "Sets the files of which this rank writes parts, and the place of each part.")
       .def(
           "add_part",
           [](SaveSources& sources, const Name& name, const Tensor& tensor,
@@ -247,7 +246,7 @@ void bind_state(py::module_& module) {
              const std::optional<ScalarType>& cast) {
             add_part(sources, name, tensor, sizes, offsets, cast);
           },
-          py::arg("name"), py::arg("tensor"), py::arg("sizes"), py::arg("offsets"), py::arg("cast"),
+          "name"_a, "tensor"_a, "sizes"_a, "offsets"_a, "cast"_a,
           "Adds this rank's part of a tensor of size ``sizes``, which begins at ``offsets``.\n\n"
           "Its place is the next one. Floating-point elements are stored with the dtype ``cast``.")
       .def_property_readonly("nbytes", &SaveSources::bytes)
@@ -266,20 +265,20 @@ void bind_state(py::module_& module) {
              return std::make_unique<FlatState>(state_dict.ptr(), local_chunks.ptr(),
                                                 std::move(watch));
            }),
-           py::arg("state_dict"), py::arg("local_chunks"), py::arg("watch") = nullptr)
-      .def("contents", &contents_of, py::arg("hash_layout"),
+           "state_dict"_a, "local_chunks"_a, "watch"_a = nullptr)
+      .def("contents", &contents_of, "hash_layout"_a,
            "Encodes the parts of a state dict on which the plan of a save depends.\n\n"
            "The first part is usually identical on several ranks: names, kinds, dtypes and sizes. "
            "The second part has the offsets, sizes and layouts of this rank's parts of sharded "
            "tensors. ``hash_layout`` returns 64 bits, given a mesh and placements.")
-      .def("items_to_convert", &values_to_convert, py::arg("assignment"),
+      .def("items_to_convert", &values_to_convert, "assignment"_a,
            "Items that must be converted with ``set_item`` before ``sources``: objects, tensors "
            "that must be cloned or pickled, and the parts of described tensors.\n\n"
            "Returns the number of each item, its row, the value of the row, and the number of the "
            "item among the items of its row. The value of a DTensor is its local tensor. "
            "``assignment`` has the numbers of items, as ``RankPlan.items`` returns them.")
-      .def("sources", &sources_of, py::arg("assignment"), py::arg("with_names"))
-      .def("parts", &parts_of, py::arg("assignment"), py::arg("places"), py::arg("cast"),
+      .def("sources", &sources_of, "assignment"_a, "with_names"_a)
+      .def("parts", &parts_of, "assignment"_a, "places"_a, "cast"_a,
            "This rank's parts of tensors, for files that several ranks write.\n\n"
            "``places`` has the places of the tensors; see ``SafetensorsLayout.places_of_rank``. "
            "Raises ValueError for a value that is not a tensor.")
@@ -288,20 +287,19 @@ void bind_state(py::module_& module) {
           [](const FlatState& state, bool whole) {
             return encoded(without_gil([&] { return state.fingerprints(whole); }));
           },
-          py::arg("whole"),
+          "whole"_a,
           "A fingerprint of 4 bytes for each replicated tensor; 0 for one that is not plain.")
       .def(
           "checksums",
           [](const FlatState& state, const py::bytes& numbers) {
             return encoded(without_gil([&] { return state.checksums(numbers_of(numbers)); }));
           },
-          py::arg("numbers"),
+          "numbers"_a,
           "A CRC-32 of 4 bytes for each of the given items; 0 for tensors that are not plain.")
       .def("names",
            [](const FlatState& state) {
-             py::typing::List<py::str> names = py::list(state.size());
-             for (std::size_t i = 0; i < state.size(); ++i) names[i] = text_of(state.name(i));
-             return names;
+             return list_of(std::views::iota(std::size_t{0}, state.size()),
+                            [&](std::size_t i) { return text_of(state.name(i)); });
            })
       .def(
           "name",
@@ -309,20 +307,20 @@ void bind_state(py::module_& module) {
             row_of(state, row);
             return text_of(state.name(row));
           },
-          py::arg("row"))
+          "row"_a)
       .def(
           "value",
           [](const FlatState& state, std::size_t row) {
             return object_of(state.value(row_of(state, row)));
           },
-          py::arg("row"))
+          "row"_a)
       .def(
           "path",
           [](const FlatState& state, std::size_t row) {
             return py::reinterpret_steal<Typed<"tuple[str | int, ...]">>(
                 state.path(row_of(state, row)).release());
           },
-          py::arg("row"))
+          "row"_a)
       .def("tensor_bytes", &FlatState::tensor_bytes,
            "Size of all plain tensors and DTensors. A DTensor counts with the size of the complete "
            "tensor.")
@@ -331,8 +329,8 @@ void bind_state(py::module_& module) {
       .def("described_by_torch",
            numbers_where([](const Row& row) { return row.kind == Kind::other; }),
            "Numbers of the tensors that only torch can describe.")
-      .def("describe", &describe, py::arg("row"), py::arg("dtype"), py::arg("requires_grad"),
-           py::arg("size"), py::arg("boxes"), py::arg("layout"),
+      .def("describe", &describe, "row"_a, "dtype"_a, "requires_grad"_a, "size"_a, "boxes"_a,
+           "layout"_a,
            "Sets the properties of a tensor that only torch can describe.\n\n"
            "``boxes`` has the offsets and sizes of its parts on this rank; None for a replica. A "
            "row with several parts has several items. ``layout`` is a hash of a mesh and "
@@ -345,21 +343,21 @@ void bind_state(py::module_& module) {
           [](FlatState& state, const Name& name,
              const py::typing::Tuple<AnyObject, py::ellipsis>& path,
              const AnyObject& value) { state.add(name, path.ptr(), value.ptr()); },
-          py::arg("name"), py::arg("path"), py::arg("value"))
+          "name"_a, "path"_a, "value"_a)
       .def(
           "remove",
           [](FlatState& state, std::size_t row) {
             row_of(state, row);
             state.remove(row);
           },
-          py::arg("row"))
+          "row"_a)
       .def(
           "replace",
           [](FlatState& state, std::size_t row, const AnyObject& value) {
             row_of(state, row);
             state.replace(row, value.ptr());
           },
-          py::arg("row"), py::arg("value"))
+          "row"_a, "value"_a)
       .def(
           "set_part",
           [](FlatState& state, std::size_t row, std::size_t part,
@@ -367,14 +365,13 @@ void bind_state(py::module_& module) {
             row_of(state, row);
             state.set_part(row, part, value.ptr());
           },
-          py::arg("row"), py::arg("part"), py::arg("value"),
-          "Sets the value of a part of a described tensor.")
+          "row"_a, "part"_a, "value"_a, "Sets the value of a part of a described tensor.")
       .def(
           "set_item",
           [](FlatState& state, std::size_t item, const AnyObject& value) {
             state.set_item(item, value.ptr());
           },
-          py::arg("item"), py::arg("value"));
+          "item"_a, "value"_a);
 }
 
 }  // namespace torch_ckpt::python

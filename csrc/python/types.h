@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -38,10 +39,10 @@ inline pybind11::str text_of(std::string_view bytes) {
   return pybind11::reinterpret_steal<pybind11::str>(text);
 }
 
-/// Returns the getter of a property: decodes a member, which is a name.
-template <class Class, class Text>
-auto text_getter(Text Class::*name) {
-  return [name](const Class& object) { return text_of(object.*name); };
+/// Returns the getter of a property: decodes a member, or the result of a method, which is a name.
+template <class Class, class Member>
+auto text_getter(Member Class::*name) {
+  return [name](const Class& object) { return text_of(std::invoke(name, object)); };
 }
 
 /// Returns a tuple of integers.
