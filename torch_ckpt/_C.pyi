@@ -96,7 +96,7 @@ class FlatState:
     def parts(self, assignment: bytes, places: bytes, cast: torch.dtype | None) -> SaveSources:
         """This rank's parts of tensors, for files that several ranks write.
 
-        ``places`` has the places of the tensors; see ``SafetensorsLayout.places_of_rank``.
+        ``places`` has the places of the tensors; see ``SafetensorsLayout.places_of_plan``.
         Raises ValueError for a value that is not a tensor.
         """
     def fingerprints(self, whole: bool) -> bytes:

@@ -280,7 +280,7 @@ void bind_state(py::module_& module) {
       .def("sources", &sources_of, "assignment"_a, "with_names"_a)
       .def("parts", &parts_of, "assignment"_a, "places"_a, "cast"_a,
            "This rank's parts of tensors, for files that several ranks write.\n\n"
-           "``places`` has the places of the tensors; see ``SafetensorsLayout.places_of_rank``. "
+           "``places`` has the places of the tensors; see ``SafetensorsLayout.places_of_plan``. "
            "Raises ValueError for a value that is not a tensor.")
       .def(
           "fingerprints",
