@@ -219,7 +219,7 @@ class Directory:
     def open_directory(self, name: str) -> Directory:
         """Opens a directory in this one. Does not follow a link."""
     def open_for_read(self, name: str, flags: int = 0) -> int:
-        """Opens a regular file beneath the directory. Use it as ``opener=`` of ``open``.
+        """Opens a regular file beneath the directory. Pass it to ``open`` as its opener.
 
         Returns a descriptor. Raises ValueError for another kind of file, Unsafe for a link.
         ``flags`` are ignored.

@@ -212,7 +212,7 @@ void bind_directory(py::module_& module) {
           [](const Directory& self, const FileName& name) { return self.open_directory(name); },
           "name"_a, NoGil(), "Opens a directory in this one. Does not follow a link.")
       .def("open_for_read", &open_for_read, "name"_a, "flags"_a = 0, NoGil(),
-           "Opens a regular file beneath the directory. Use it as ``opener=`` of ``open``.\n\n"
+           "Opens a regular file beneath the directory. Pass it to ``open`` as its opener.\n\n"
            "Returns a descriptor. Raises ValueError for another kind of file, Unsafe for a link. "
            "``flags`` are ignored.")
       .def(
