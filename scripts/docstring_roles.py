@@ -1,4 +1,5 @@
-"""A griffe extension that turns reStructuredText in docstrings into Markdown.
+"""A griffe extension that finds the public names, and turns reStructuredText in docstrings into
+Markdown.
 
 Roles become code, and links to names that have a page. Literal blocks become Python code.
 """
@@ -17,6 +18,11 @@ PACKAGES = ("torch_ckpt.multihost", "torch_ckpt.training", "torch_ckpt.integrati
 
 class DocstringRoles(griffe.Extension):
     """Rewrites each docstring, since Markdown has neither roles nor literal blocks."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        # griffe cannot evaluate the ``__all__`` of torch_ckpt, which has the names of its stub.
+        if pkg.exports == []:
+            pkg.exports = [name for name, member in pkg.members.items() if not member.runtime]
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is None:
