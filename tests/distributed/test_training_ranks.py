@@ -178,6 +178,18 @@ def case_a_complete_step_and_another_dtype_on_one_rank_are_refused_on_all(launch
     assert not state["t"].any()
 
 
+def case_a_root_that_one_rank_cannot_open_is_an_error_on_all_without_a_wait(
+    launch: Launch,
+) -> None:
+    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
+    path, error = launch.path("run"), RuntimeError
+    if launch.rank == 1:
+        path, error = launch.path("file"), NotADirectoryError
+        path.write_text("no root")
+    with pytest.raises(error, match=r"rank 1|file"):
+        load_checkpoint_if_it_exists(path, {"t": torch.zeros(3)})
+
+
 def case_no_rank_warns_of_names_of_another_pipeline_stage(launch: Launch) -> None:
     def stage() -> dict[str, torch.Tensor | PerRank]:
         return {f"stage{launch.rank}": torch.ones(3), "own": PerRank(launch.rank)}

@@ -220,6 +220,7 @@ class CheckpointManager:
                 process_group,
                 timeout,
                 self._report,
+                read_only,
             )
             self._deletions = Deletions(self._store, self._retention, self._report)
             self._tier: Tier | None = None

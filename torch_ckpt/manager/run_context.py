@@ -37,6 +37,7 @@ class RunContext:
         process_group: None for the default group.
         timeout: seconds without a heartbeat after which a rank is declared dead.
         report: called with each event.
+        read_only: True if the manager never saves or deletes.
     """
 
     store: StepStore
@@ -47,6 +48,7 @@ class RunContext:
     process_group: dist.ProcessGroup | None
     timeout: float
     report: Callable[[Event], None]
+    read_only: bool
     _made_with: weakref.ReferenceType[dist.ProcessGroup] | None = field(init=False)
 
     def __post_init__(self) -> None:

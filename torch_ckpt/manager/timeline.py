@@ -94,7 +94,8 @@ class Timeline:
         if step is None:
             return
         self.last_step = self.last_complete = step
-        if self._run.rank == 0:
+        # A manager that only reads leaves stale steps to the run that writes.
+        if self._run.rank == 0 and not self._run.read_only:
             self._deletions.restored(step)
             if is_chosen:
                 self._warn_of_later_steps(f"step {step} was restored", step)

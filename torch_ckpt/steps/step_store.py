@@ -341,8 +341,8 @@ def refuse_complete_step(path: str) -> NoReturn:
     """Raises the error for a save of a step that must not be replaced."""
     raise FileExistsError(
         errno.EEXIST,
-        "the step already exists and is complete. Restore a step first to continue training, or "
-        "pass overwrite=True to replace this step",
+        "the step already exists and is complete. Pass overwrite=True to replace it. A manager "
+        "also replaces it after it has restored an earlier step",
         path,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -111,7 +112,8 @@ def load_checkpoint_if_it_exists(
 
     All ranks must call this function; rank 0 chooses the step, as
     :meth:`torch_ckpt.CheckpointManager.restore` does. Rank 0 warns about incomplete and damaged
-    steps, which are skipped, about mixed steps of several runs, about names that the step has but
+    steps, which are skipped (to save a skipped step again, pass ``overwrite=True`` to
+    :func:`save_checkpoint`), about mixed steps of several runs, about names that the step has but
     no rank's state has, and about tensors that were converted to another dtype.
 
     Args:
@@ -138,19 +140,25 @@ def load_checkpoint_if_it_exists(
         step = training.load_checkpoint_if_it_exists("run", state)
     """
     options = _with_io_threads(options, max_io_threads)
-    with CollectiveCall(_LOAD, process_group, timeout) as call:
-        steps = call.run_on_all(
-            lambda: open_steps(directory, storage_options=options.storage_options)
-        )
-    # A manager that only reads holds no lease, and deletes nothing.
-    with CheckpointManager(
-        steps,
-        read=options,
-        read_only=True,
-        preemption=None,
-        process_group=process_group,
-        timeout=timeout,
-    ) as manager:
+    with ExitStack() as stack:
+
+        def open_root() -> CheckpointManager:
+            # Send heartbeats: requests to a URL may exceed the other ranks' timeout.
+            with call.alive(time.monotonic_ns):
+                # A manager that only reads holds no lease, and deletes nothing.
+                return stack.enter_context(
+                    CheckpointManager(
+                        open_steps(directory, storage_options=options.storage_options),
+                        read=options,
+                        read_only=True,
+                        preemption=None,
+                        process_group=process_group,
+                        timeout=timeout,
+                    )
+                )
+
+        with CollectiveCall(_LOAD, process_group, timeout) as call:
+            manager = call.run_on_all(open_root)
         step = manager._restore(
             state,
             None,

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import operator
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, SupportsIndex, TypeAlias
@@ -131,7 +132,9 @@ def _log_to(logger: SummaryLogger, step: int, values: dict[str, Any]) -> None:
 def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yields the leaves of a tree with their names. torch's pytree knows neither dataclasses nor
     all mappings."""
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    if isinstance(tree, (Mapping, type)):
+        pass  # also a mapping that is a dataclass, such as a ModelOutput of transformers
+    elif dataclasses.is_dataclass(tree):
         tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     elif isinstance(tree, (list, tuple, deque)):
         tree = dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True))
@@ -152,7 +155,8 @@ def _convert(leaf: Any) -> float | torch.Tensor:
         float(leaf)
         return leaf
     kind = type(leaf).__qualname__
-    if type(leaf).__module__ == "numpy":
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic)):
         # Copy the array: torch rejects negative strides and warns about read-only arrays.
         leaf = torch.as_tensor(leaf.copy())
     if not isinstance(leaf, torch.Tensor):

@@ -18,8 +18,9 @@ from torch_ckpt.ranks.group import own_rank
 from torch_ckpt.stores import open_store
 from torch_ckpt.training.file_operations import StrPath, put
 
-# The running profiler, None on ranks that do not profile, and the thread that started it.
-_running: tuple[profile | None, int] | None = None
+# The running profiler, None on ranks that do not profile; its rank; the thread that started it.
+_running: tuple[profile | None, int, int] | None = None
+_lock = threading.Lock()
 
 
 def start_profile(profiler: profile | None = None, *, all_ranks: bool = False) -> None:
@@ -44,17 +45,18 @@ def start_profile(profiler: profile | None = None, *, all_ranks: bool = False) -
         training.stop_profile("run/profiles")
     """
     global _running
-    if _running is not None:
-        raise RuntimeError("start_profile: a profile is running; call stop_profile first")
-    if not all_ranks and own_rank() != 0:
-        profiler = None
-    else:
-        # torch would cancel the running profiler and report this only in its log.
-        if torch.autograd.profiler._is_profiler_enabled:
-            raise RuntimeError("start_profile: a torch profiler is running; stop it first")
-        profiler = profiler or profile()
-        profiler.start()
-    _running = profiler, threading.get_ident()
+    with _lock:
+        if _running is not None:
+            raise RuntimeError("start_profile: a profile is running; call stop_profile first")
+        if not all_ranks and own_rank() != 0:
+            profiler = None
+        else:
+            # torch would cancel the running profiler and report this only in its log.
+            if torch.autograd.profiler._is_profiler_enabled:
+                raise RuntimeError("start_profile: a torch profiler is running; stop it first")
+            profiler = profiler or profile()
+            profiler.start()
+        _running = profiler, own_rank(), threading.get_ident()
 
 
 def stop_profile(directory: StrPath) -> str | None:
@@ -74,8 +76,8 @@ def stop_profile(directory: StrPath) -> str | None:
         RuntimeError: no profile is running, or another thread started the running profile. The
             running profile continues.
         ImportError, ValueError: the URL is not supported; see :func:`mkdir`. The profile continues.
-        OSError: the trace cannot be written or copied. The local trace is kept, and the message
-            contains its path.
+        OSError: the trace cannot be written or copied. If only the copy fails, the local trace is
+            kept, and the message contains its path.
 
     Example::
 
@@ -84,7 +86,7 @@ def stop_profile(directory: StrPath) -> str | None:
     global _running
     if _running is None:
         raise RuntimeError("stop_profile: no profile is running; call start_profile first")
-    profiler, thread = _running
+    profiler, rank, thread = _running
     if profiler is not None and thread != threading.get_ident():
         raise RuntimeError(
             "stop_profile: another thread called start_profile; call stop_profile on that thread"
@@ -96,19 +98,23 @@ def stop_profile(directory: StrPath) -> str | None:
     if profiler is None:
         return None
     profiler.stop()
-    name = f"rank-{own_rank()}.{time.time_ns()}.pt.trace.json.gz"
+    name = f"rank-{rank}.{time.time_ns()}.pt.trace.json.gz"
     local, target = (
         Path(tempfile.mkdtemp(prefix="torch_ckpt-profile-"), name),
         f"{directory}/{name}",
     )
     try:
         profiler.export_chrome_trace(str(local))
+    except BaseException:
+        shutil.rmtree(local.parent, ignore_errors=True)
+        raise
+    try:
         put(local, target)
     # Remote file systems raise exceptions of any type.
     except Exception as error:
         raise OSError(
             getattr(error, "errno", None) or errno.EIO,
-            f"the trace could not be saved ({error}) and is kept at {local}",
+            f"the trace could not be copied ({error}) and is kept at {local}",
             target,
         ) from error
     shutil.rmtree(local.parent, ignore_errors=True)

@@ -285,3 +285,18 @@ def test_fetching_tensors_synchronizes_with_a_device_at_most_once() -> None:
     assert sum("synchronizing CUDA operation" in str(warning.message) for warning in caught) <= 1
     assert logger.scalars == [("loss", 0.25, 3), ("n", 7.0, 3)]
     assert logger.histograms[0][1].tolist() == [0, 3, 1, 4, 2, 5]
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """A mapping without its empty fields, like the outputs of models in transformers."""
+
+    loss: torch.Tensor
+    attentions: None = None
+
+    def __post_init__(self) -> None:
+        self["loss"] = self.loss
+
+
+def test_a_mapping_that_is_a_dataclass_is_logged_by_its_items() -> None:
+    assert recorded(Output(torch.tensor(2.0))).scalars == [("loss", 2.0, 3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import re
@@ -117,10 +118,24 @@ def test_a_trace_that_cannot_be_copied_is_kept_at_the_named_path(tmp_path: Path)
     (tmp_path / "file").write_text("in the way")
     start_profile()
     torch.ones(3).cumsum(0)
-    with pytest.raises(OSError, match="the trace could not be saved") as failure:
+    with pytest.raises(OSError, match="the trace could not be copied") as failure:
         stop_profile(tmp_path / "file")
     kept = re.search(r"kept at (\S+\.gz)", str(failure.value))
     assert kept is not None
     assert "aten::cumsum" in operations(Path(kept[1]).read_bytes())
     # Another profile can be taken.
     assert Path(taken(tmp_path / "traces")).exists()
+
+
+def test_a_trace_that_cannot_be_written_leaves_no_file(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_self: object, path: str) -> None:
+        Path(path).write_bytes(b"incomplete")
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
+    start_profile()
+    with pytest.raises(OSError, match="No space left on device"):
+        stop_profile(tmp_path / "traces")
+    assert list(temporary.iterdir()) == []
