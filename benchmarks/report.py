@@ -101,9 +101,9 @@ _FORMS = (
 
 _ROUNDS = (
     "All contenders of a table run in each of {} rounds, in a different order each time. Times are "
-    "medians over the rounds. A ratio divides the times of a contender by those of the row with "
-    "1.00, round by round: the table shows the median, the smallest and the largest ratio. CPU "
-    "seconds are user and system time of the saving or loading processes."
+    "medians over the rounds. A ratio is the time of a contender divided by the time of the "
+    "contender in the row 1.00, in the same round; the table shows the median, the smallest and "
+    "the largest ratio. CPU seconds are user and system time of the saving or loading processes."
 )
 _EXPLANATIONS = {
     "background": (

@@ -179,7 +179,6 @@ class CheckpointManager:
         self._store = root
         if export is not None and absolute(export.root) == absolute(self._store.root):
             raise ValueError(f"{export.root}: exports need another directory than the steps")
-        self._read_only = read_only
         self._before_save = BeforeSave()
         group = group_for(process_group, "manager")
         self._rank = group.rank
@@ -547,7 +546,12 @@ class CheckpointManager:
     def __del__(self) -> None:
         # The attribute is missing if the constructor has raised.
         notice = getattr(self, "_notice", None)
-        if notice is None or self._saver.is_closed or self._read_only or os.getpid() != self._pid:
+        if (
+            notice is None
+            or self._saver.is_closed
+            or self._run.read_only
+            or os.getpid() != self._pid
+        ):
             return
         notice.close()
         self._lease.release()
@@ -779,7 +783,7 @@ class CheckpointManager:
 
     def _reserve_memory(self, state: State) -> None:
         """Reserves memory for the first save in the background."""
-        if not self._read_only:
+        if not self._run.read_only:
             host_memory.reserve.make_for_state(
                 live_tensors(state),
                 ranks=self._run.ranks,
@@ -820,7 +824,7 @@ class CheckpointManager:
     def _require_writable(self, action: str) -> None:
         if self._saver.is_closed:
             raise ValueError(f"cannot {action}: the manager is closed")
-        if self._read_only:
+        if self._run.read_only:
             raise ValueError(f"cannot {action}: the manager is read-only")
         self._run.require_group(action)
 

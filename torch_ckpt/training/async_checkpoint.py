@@ -144,7 +144,7 @@ class AsyncCheckpoint:
 
     @property
     def save_counter(self) -> int:
-        """Number of calls to :meth:`save`, which :meth:`restore` sets to the checkpoint's."""
+        """Number of calls to :meth:`save`. :meth:`restore` sets it to the checkpoint's number."""
         return int(self.state[SAVE_COUNTER])
 
     def before_save(self, hook: Callable[[], None]) -> RemovableHandle:

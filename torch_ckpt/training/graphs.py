@@ -21,7 +21,8 @@ from torch_ckpt.training.file_operations import StrPath, put
 #: Compiles a graph module with example inputs into a function.
 Backend = Callable[..., Callable[..., Any]]
 
-# Keys of node.meta with a node's value: GraphRecorder's, and those of torch's tracers.
+# Keys of node.meta that describe a node's value. GraphRecorder sets the first key, and torch's
+# tracers set the others.
 _VALUES = ("described", "val", "example_value", "tensor_meta")
 
 

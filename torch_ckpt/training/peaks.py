@@ -1,10 +1,11 @@
 """Peak rates of accelerators, for computing the model FLOPs utilization (MFU).
 
-The rates are those of the vendors' data sheets: TFLOP/s at the maximum clock, for dense matrices
-with float32 accumulation. If a sheet gives only the rate for sparse matrices, the table has half of
-it. If a sheet covers several GPUs, the table has one GPU's share; a torch device is one of the two
-dies of an MI250 or MI250X. The sheets are the products' own, except for HGX B200 and GB200 NVL72
-(the systems' specifications) and GeForce (the whitepapers of GA102, Ada and RTX Blackwell).
+The table has TFLOP/s at the maximum clock, for dense matrices with float32 accumulation, from the
+vendor's data sheet of each product. Exceptions: the rates of B200 and GB200 are from the
+specifications of the systems HGX B200 and GB200 NVL72, and the rates of GeForce are from the
+whitepapers of GA102, Ada and RTX Blackwell. If a source gives only the rate for sparse matrices,
+the table has half of this rate. If a source covers several GPUs, the table has one GPU's share; a
+torch device is one of the two dies of an MI250 or MI250X.
 """
 
 from __future__ import annotations

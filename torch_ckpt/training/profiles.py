@@ -99,10 +99,8 @@ def stop_profile(directory: StrPath) -> str | None:
         return None
     profiler.stop()
     name = f"rank-{rank}.{time.time_ns()}.pt.trace.json.gz"
-    local, target = (
-        Path(tempfile.mkdtemp(prefix="torch_ckpt-profile-"), name),
-        f"{directory}/{name}",
-    )
+    local = Path(tempfile.mkdtemp(prefix="torch_ckpt-profile-"), name)
+    target = f"{directory}/{name}"
     try:
         profiler.export_chrome_trace(str(local))
     except BaseException:

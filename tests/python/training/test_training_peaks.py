@@ -137,7 +137,7 @@ def test_a_missing_accelerator_has_no_peak_and_causes_a_warning() -> None:
 
 @pytest.mark.parametrize("rates", [rates for _, _, rates in _RATES])
 def test_narrower_dtypes_are_not_slower(rates: tuple[float | None, ...]) -> None:
-    # The last rate is that of int8.
+    # The last rate is for int8.
     known = [rate for rate in rates[:-1] if rate is not None]
     assert known == sorted(known)
 
