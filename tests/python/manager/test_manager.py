@@ -330,6 +330,19 @@ def test_a_read_only_manager_changes_nothing(make: Make, root: Path) -> None:
     made.close()
 
 
+def test_a_read_only_manager_restores_an_earlier_step_without_advice_to_writers(
+    make: Make, root: Path
+) -> None:
+    run_of(make, [1, 2, 3])
+    with (
+        CheckpointManager(root, read_only=True) as made,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        assert restored(made, 2) == 2
+    assert caught == []
+
+
 # --- invalid options ------------------------------------------------------------------------------
 
 
