@@ -227,6 +227,16 @@ class Terminal(io.StringIO):
 
 
 @contextmanager
+def no_warnings() -> Iterator[None]:
+    """Block that must cause no warning. A filter "error" cannot show this, because torch_ckpt logs
+    a warning that a filter turns into an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [str(warning.message) for warning in caught] == []
+
+
+@contextmanager
 def files_limited_to(count: int) -> Iterator[None]:
     """Fails every write of this process beyond ``count`` bytes of a file, as a quota does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import torch_ckpt
-from tests.support import assert_equal, stock_load, stock_save
+from tests.support import assert_equal, no_warnings, stock_load, stock_save
 
 each_way = pytest.mark.parametrize("freeing", [False, True], ids=["", "freeing"])
 
@@ -67,8 +66,7 @@ def test_skipped_values_are_named_in_a_warning_and_counted_in_the_log(
 
 @each_way
 def test_nothing_is_logged_if_everything_fits(saved: Path, freeing: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         assert load({"model": {"a": torch.zeros(2)}, "epoch": 0}, saved, freeing).skipped == []
 
 

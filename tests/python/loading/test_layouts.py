@@ -202,9 +202,10 @@ def test_a_load_does_not_warn_of_an_earlier_failed_one(tmp_path: Path) -> None:
     unknown = mock.patch.object(_C.TensorReads, "load", return_value=[0])
     with failing, unknown, pytest.raises(dcp.CheckpointException):
         load_with_it({"a": torch.zeros(3).half()})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="loading converts")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         load_with_it({"b": torch.zeros(3)})
+    assert not [one for one in caught if "loading converts" in str(one.message)]
 
 
 def test_a_second_load_by_one_reader_warns_of_its_own_conversions(tmp_path: Path) -> None:

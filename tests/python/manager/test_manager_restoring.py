@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import EACCES
@@ -32,7 +31,7 @@ from tests.managers import (
     train,
     training_of,
 )
-from tests.support import assert_equal, cause_of, data_files, flip_bit
+from tests.support import assert_equal, cause_of, data_files, flip_bit, no_warnings
 from torch_ckpt import CheckpointError, CheckpointManager, LoadMismatch, Unsafe
 from torch_ckpt.checkpoint import safe_types
 from torch_ckpt.events import Event
@@ -88,8 +87,7 @@ def exchanged() -> Iterator[list[str]]:
 def test_any_step_can_be_restored_by_number_with_a_warning_of_later_ones(make: Make) -> None:
     made = make()
     train(made, range(1, 5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         assert restored(made, 4) == 4
     text = r"step 2 was restored, but the root has later steps \(\[3, 4"
     with pytest.warns(UserWarning, match=text):
@@ -284,8 +282,7 @@ def test_leftovers_of_a_crash_are_not_named_by_a_restore(make: Make, root: Path)
     train(made, [1])
     made.wait_until_finished()
     (root / "0000000002.tmp-0123abcd").mkdir()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         assert restored(made) == 1
 
 
@@ -311,11 +308,7 @@ def test_a_step_deleted_after_the_listing_is_replaced_by_the_next(make: Make, ro
             finish(writer)
             writer.delete(1)
 
-    with (
-        warnings.catch_warnings(),
-        before("open_directory", save_the_next_one, root / "0000000001"),
-    ):
-        warnings.simplefilter("error")
+    with no_warnings(), before("open_directory", save_the_next_one, root / "0000000001"):
         assert restored(reader) == 2
     assert reader.all_steps() == [2]
 

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.managers import damage, finish, manager_of, state_of
+from tests.support import no_warnings
 from torch_ckpt import CheckpointError, Retention
 from torch_ckpt.checkpoint.lineage import by_lineage, describe_mixture
 from torch_ckpt.cli.steps import collect, delete
@@ -136,8 +137,7 @@ def test_each_function_that_finds_the_newest_step_finds_the_one_of_the_highest_e
 def test_the_rules_do_not_count_abandoned_steps_as_last_steps(mixed: Path) -> None:
     report = collect(LocalSteps(mixed), Retention(keep_last=2))
     assert report.kept == {2: ["last 2"], 3: ["the newest", "last 2"]}
-    with manager_of(mixed) as made, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with manager_of(mixed) as made, no_warnings():
         assert made.restore(state_of(0)) == 3
 
 
@@ -180,8 +180,7 @@ def test_a_damaged_step_falls_back_along_its_lineage_and_then_to_the_abandoned_o
 def test_a_step_can_be_chosen_from_mixed_runs_without_a_warning_of_the_mixture(
     mixed: Path,
 ) -> None:
-    with manager_of(mixed) as made, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with manager_of(mixed) as made, no_warnings():
         assert made.restore(state_of(0), 5) == 5
 
 

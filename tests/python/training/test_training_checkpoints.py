@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 
 import torch_ckpt
-from tests.support import assert_equal, cause_of, data_files, random_tensor
+from tests.support import assert_equal, cause_of, data_files, no_warnings, random_tensor
 from torch_ckpt import CheckpointError, CheckpointManager, LoadMismatch
 from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.steps import open_steps
@@ -83,8 +83,7 @@ def test_a_manager_and_the_functions_continue_from_each_others_steps(directory: 
         save_checkpoint(directory, step, state_of(step))
     state = blank()
     with CheckpointManager(directory, preemption=None) as manager:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with no_warnings():
             assert manager.restore(state) == 30
         assert_equal(state, state_of(30))
         manager.save(40, state_of(40))
@@ -116,8 +115,7 @@ def test_a_root_of_a_manager_that_is_copied_to_a_url_is_continued_there(tmp_path
         manager.save(30, state_of(30))
     save_checkpoint(url, 40, state_of(40))
     assert [info.epoch for info in open_steps(url).entries()] == [1, 2, 2, 2]
-    with CheckpointManager(url, read_only=True) as manager, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with CheckpointManager(url, read_only=True) as manager, no_warnings():
         assert manager.restore(blank()) == 40
 
 
@@ -289,8 +287,7 @@ def test_names_that_the_state_lacks_are_named(directory: str) -> None:
 
 def test_names_excluded_by_the_names_option_cause_no_warning(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, state_of(1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         load_checkpoint_if_it_exists(tmp_path, {"w": torch.zeros(5, 3)}, names=["w"])
 
 
