@@ -129,6 +129,15 @@ def control_c() -> Iterator[None]:
 
 
 @pytest.fixture
+def without_warnings() -> Iterator[None]:
+    """Fails a test that causes a warning which the test does not expect."""
+    from tests.support import no_warnings
+
+    with no_warnings():
+        yield
+
+
+@pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
     """Temporary directory that is deleted after its test, for tests that write GiBs."""
     yield tmp_path

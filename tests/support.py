@@ -231,7 +231,6 @@ def no_warnings() -> Iterator[None]:
     """Block that must cause no warning. A filter "error" cannot show this, because torch_ckpt logs
     a warning that a filter turns into an error."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
         yield
     assert [str(warning.message) for warning in caught] == []
 

@@ -41,6 +41,7 @@ from torch_ckpt.ranks.group import TIMEOUT_SECONDS, RankGroup
 from torch_ckpt.saving import handle
 from torch_ckpt.saving.handle import AsyncSave
 from torch_ckpt.saving.object_target import checkpoint_target
+from torch_ckpt.saving.replica_check import MODES as REPLICA_CHECKS
 from torch_ckpt.saving.save_state import StateDict
 from torch_ckpt.saving.target import CheckpointTarget, Target
 from torch_ckpt.saving.writer import FileSystemWriter
@@ -124,16 +125,25 @@ def save(
         )
     ranks = Exchange.open(group, "save", timeout)
     with ExitStack() as stack:
-        with ranks:
+
+        def prepare() -> tuple[FileSystemWriter, StateDict]:
+            require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
+            if check_replicas == "error":
+                raise ValueError('check_replicas="error" is not available with a planner')
             if not isinstance(target(), CheckpointTarget):
                 raise ValueError('a planner can only save in the format "checkpoint"')
             writer = FileSystemWriter(checkpoint_id, **named_options(options))
             stack.enter_context(handle.saves.exclusive(ranks))
+            return writer, States(state_dict, calls=True).values
+
+        with ranks:
+            # dcp.save would wait for a rank that fails before it calls dcp.save.
+            writer, values = ranks.run("plan", prepare)
         # dcp.save does not notify a writer of a failed save.
         stack.callback(writer.abandon)
         with reraise_torch_failures(ranks.rank):
             dcp_save(
-                States(state_dict, calls=True).values,
+                values,
                 storage_writer=writer,
                 planner=planner,
                 process_group=process_group,
@@ -248,8 +258,7 @@ def load(
             An optimizer need not have any state yet.
         checkpoint_id: path or URL of the checkpoint; or ``ROOT/40`` for step 40 of a run; or ROOT
             for the newest complete step of the run. The step is not deleted during the load. Can
-            also be a safetensors file, or a directory of safetensors files. A URL must be that of a
-            checkpoint.
+            also be a safetensors file, or a directory of safetensors files.
         options: the options of the reads.
         planner: the planner to use instead of the engine. The state dict is then loaded by
             ``dcp.load`` with torch_ckpt's reader, and ``strict=False``, ``names``, ``rename`` and
@@ -355,7 +364,8 @@ def preflight(
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt: the metadata or a list of parameters cannot be read.
-        ValueError: ``rename`` matches no name, or maps two names to the same name.
+        ValueError: ``names`` or ``rename`` matches no name, or ``rename`` maps two names to the
+            same name.
 
     Example::
 
@@ -365,7 +375,7 @@ def preflight(
     """
     with closing(source_of(preflight, checkpoint_id, options, removed)) as source:
         states = States(state_dict, calls=True)
-        return LoadRun(source, Exchange(), states, names, rename, only_compared=True).match().report
+        return LoadRun(source, Exchange(), states, names, rename, only_compared=True).compare()
 
 
 def estimate_read_memory(

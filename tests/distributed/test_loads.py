@@ -625,4 +625,33 @@ def case_ranks_load_a_root_that_is_local_on_one_host_only(launch: Launch) -> Non
     assert state["w"][0].tolist() == [1.0] * 3
 
 
+def case_an_error_of_one_rank_before_a_load_with_a_planner_is_raised_on_all(
+    launch: Launch,
+) -> None:
+    path = launch.path()
+    save({"w": torch.ones(2)}, path)
+    other = launch.path("absent") if launch.rank == 1 else path
+    state = {"w": torch.zeros(2), "o": torch.optim.SGD([torch.zeros(2)], momentum=0.9)}
+    if launch.rank != 1:
+        del state["o"]
+    planner = dcp.DefaultLoadPlanner()
+    causes = failure_of(launch, torch_ckpt.load, state, other, planner=planner)
+    assert set(causes) == {1}
+    assert "this optimizer has no state yet" in str(causes[1])
+
+
+def case_an_error_of_one_rank_before_a_save_with_a_planner_is_raised_on_all(
+    launch: Launch,
+) -> None:
+    def state() -> StateDict:
+        if launch.rank == 1:
+            raise OSError(f"rank {launch.rank} cannot read its state")
+        return {"w": torch.ones(2)}
+
+    planner = dcp.DefaultSavePlanner()
+    causes = failure_of(launch, torch_ckpt.save, state, launch.path("new"), planner=planner)
+    assert set(causes) == {1}
+    assert "rank 1 cannot read its state" in str(causes[1])
+
+
 test_on_ranks = on_ranks(globals())

@@ -105,6 +105,12 @@ class Table:
             yield "  ".join(cells).rstrip()
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, at most 200 characters, or its type name if
+    there is no message."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
 #: A part of a report: a line of text, or a table.
 Block = str | Table
 

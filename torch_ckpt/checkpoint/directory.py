@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, TypeVar
 
+from torch_ckpt._base.log import warn
 from torch_ckpt._base.system import boot_id
 from torch_ckpt._core import Directory as OpenDirectory
 from torch_ckpt.errors import NotCommitted
@@ -38,11 +38,10 @@ def share_or_warn(directory: L) -> L:
     If another process holds the exclusive lock for too long, warns and continues without the lock.
     """
     if not directory.share():
-        warnings.warn(
+        warn(
             f"{directory.path}: another process has held the exclusive lock on the directory for "
             "too long. This load continues without a lock, and fails if that process removes files "
-            "of the checkpoint",
-            stacklevel=3,
+            "of the checkpoint"
         )
     return directory
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from typing import NamedTuple
 
 import torch
 
 from torch_ckpt import _C
 from torch_ckpt._base.formatting import some_of
+from torch_ckpt._base.log import warn
 
 #: Stored dtype and target dtype of tensors, by name.
 Conversions = dict[str, tuple[torch.dtype, torch.dtype]]
@@ -46,10 +46,9 @@ def lost_precision(reads: _C.TensorReads) -> Conversions:
 def warn_of_lost_precision(narrowed: Conversions) -> None:
     """Warns once about all these tensors."""
     conversions = [f"{name} ({a} to {b})" for name, (a, b) in narrowed.items()]
-    warnings.warn(
+    warn(
         "loading converts tensors to dtypes with less precision or range than the stored "
-        f"dtypes: {some_of(conversions)}",
-        stacklevel=3,
+        f"dtypes: {some_of(conversions)}"
     )
 
 

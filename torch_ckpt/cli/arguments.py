@@ -157,7 +157,7 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
-    _value(parser, "root", "ROOT", str, "the root directory of a run, or its URL (fsspec)")
+    _value(parser, "root", "ROOT", _parse_path, "the root directory of a run, or its URL (fsspec)")
 
 
 def _add_names(parser: argparse.ArgumentParser) -> None:

@@ -201,7 +201,8 @@ def apply_delta(arguments: argparse.Namespace) -> ExitCode:
     """
     from torch_ckpt.huggingface import delta
 
-    delta.apply_delta(arguments.delta, arguments.directory, arguments.out)
+    with _refusals_reported():
+        delta.apply_delta(arguments.delta, arguments.directory, arguments.out)
     return ExitCode.SUCCESS
 
 

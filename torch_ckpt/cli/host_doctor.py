@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import plural
+from torch_ckpt._base.formatting import first_line, plural
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.shared_directory import (
     NETWORK_SECONDS,
@@ -41,10 +41,23 @@ _BLOCK_BYTES = 8 << 20
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Initializes the process group of the ranks that torchrun has started, during a block."""
-    dist.init_process_group("gloo")
+    """Initializes the process group of the ranks that torchrun has started, during a block.
+
+    Raises:
+        CheckpointError: the ranks cannot be reached.
+    """
+    try:
+        dist.init_process_group("gloo")
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the other ranks cannot be reached: "
+            f"{first_line(error)}. Start all ranks with torchrun, or unset WORLD_SIZE to examine "
+            "the directory on this host only"
+        ) from error
     try:
         yield
+    except RuntimeError as error:  # torch's DistError, for example
+        raise CheckpointError(f"a rank has ended or failed: {first_line(error)}") from error
     finally:
         dist.destroy_process_group()
 
@@ -72,12 +85,18 @@ def diagnose_hosts(
 @contextmanager
 def _scratch(parent: OpenDirectory) -> Iterator[OpenDirectory]:
     """Creates a directory on rank 0, and opens it on all ranks."""
-    sent: list[Any] = [None, None]
+    sent: list[Any] = [None, None, None]
     if dist.get_rank() == 0:
-        sent = [f".torch-ckpt-doctor-{os.urandom(8).hex()}", View.of(parent)]
-        os.mkdir(sent[0], dir_fd=parent.fd)
+        sent = [f".torch-ckpt-doctor-{os.urandom(8).hex()}", View.of(parent), None]
+        try:
+            os.mkdir(sent[0], dir_fd=parent.fd)
+        except OSError as error:
+            # Otherwise the other ranks would wait for this one.
+            sent[2] = error
     dist.broadcast_object_list(sent)
-    name, first = sent
+    name, first, failure = sent
+    if failure is not None:
+        raise OSError(failure.errno, failure.strerror, parent.path)
     try:
         with closing(_open_on_all(parent, name, first)) as opened:
             yield opened

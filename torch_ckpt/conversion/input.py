@@ -161,8 +161,3 @@ def read_exactly(
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
     return data
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its type name if there is no message."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

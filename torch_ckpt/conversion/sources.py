@@ -22,7 +22,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils import _pytree as pytree
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import some_of
+from torch_ckpt._base.formatting import first_line, some_of
 from torch_ckpt._base.system import is_url
 from torch_ckpt.checkpoint.folders import open_file
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES, format_of, is_step_number
@@ -33,7 +33,6 @@ from torch_ckpt.conversion.input import (
     Input,
     Path,
     allocate_tensor,
-    first_line,
     read_exactly,
 )
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
@@ -361,10 +360,42 @@ class TorchInput(Input):
         def materialize(value: torch.Tensor) -> torch.Tensor:
             return self._read_view(name, self._find_view(name, value))
 
-        return pytree.tree_map_only(torch.Tensor, materialize, self._objects[name])
+        value = pytree.tree_map_only(torch.Tensor, materialize, self._objects[name])
+        _HiddenTensors(f"{self._path}: {name}").dump(value)
+        return value
 
     def close(self) -> None:
         self._stream.close()
+
+
+class _HiddenTensors(pickle.Pickler):
+    """Refuses an object with meta tensors, which are not in its dicts, lists and tuples: their data
+    would be lost.
+
+    Args:
+        title: names the object in the error.
+    """
+
+    def __init__(self, title: str) -> None:
+        super().__init__(_Nowhere())
+        self._title = title
+
+    def persistent_id(self, value: Any) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        if value.is_meta:
+            raise CheckpointError(
+                f"{self._title} is an object with tensors, but only tensors in dicts, lists and "
+                "tuples can be converted. Save the object's state_dict() instead"
+            )
+        return ""  # without the data
+
+
+class _Nowhere(io.RawIOBase):
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
 
 
 # Dtypes for copying elements, by size in bytes.

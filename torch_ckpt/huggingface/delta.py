@@ -78,7 +78,10 @@ def apply_delta(
 def _apply_to_directory(delta: _core.Delta, path: str, out: StrPath | None) -> None:
     parent, name = split(path if out is None else os.fspath(out))
     if out is None and STEP_NAME.match(name) and os.path.lexists(os.path.join(path, MARKER_NAME)):
-        raise ValueError(f"{path} is a published version, which must not change; pass out")
+        raise ValueError(
+            f"{path} is a published version, which must not change; pass another "
+            "directory as out (--out)"
+        )
     if out is not None:
         if os.path.lexists(out):
             raise FileExistsError(errno.EEXIST, "already exists; choose another directory", out)

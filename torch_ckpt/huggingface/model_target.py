@@ -119,6 +119,8 @@ class Safetensors:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         object.__setattr__(self, "rename", reusable(self.rename))
+        if isinstance(self.copied, str | os.PathLike):
+            raise TypeError(f"copied must be a list of files, got {self.copied!r}")
         object.__setattr__(self, "copied", tuple(self.copied))
         object.__setattr__(self, "metadata", dict(self.metadata))
 

@@ -310,7 +310,10 @@ def _read_item(stored: Checkpoint, name: str, first: int) -> ShownTensor | Shown
             return ShownObject(name, place, None, f"not read: {text}, and {limit}")
         try:
             return ShownObject(name, place, stored.read_object(name))
-        except Unsafe as error:
+        except Corrupt:
+            raise
+        except CheckpointError as error:
+            # A type that is not allow-listed, or values that this machine cannot hold.
             return ShownObject(name, place, None, f"not unpickled: {error}")
     dtype, shape = tensor
     statistics: Statistics | None = None

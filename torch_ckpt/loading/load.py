@@ -17,7 +17,7 @@ With ``free_before_read``, steps 2 and 3 are made for one top-level key at a tim
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import closing
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.checks import reusable
+from torch_ckpt._base.checks import require_choice, reusable
 from torch_ckpt._base.cuda_events import refuse_capture
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import MOST_NAMES, some_of
@@ -50,6 +50,7 @@ from torch_ckpt.loading.match import (
     allocate,
     compare,
     flattened_as_2_3,
+    memory_of,
     torchs_words,
 )
 from torch_ckpt.loading.page_cache import DifferentSaves, RankReads, want_same_bytes
@@ -128,14 +129,23 @@ def load(
     # Do this before anything can fail, so that all ranks count the same loads.
     ranks = Exchange.open(RankGroup.of(process_group, no_dist), "load", timeout)
     if planner is not None:
-        is_strict = bool(strict) and names is None and rename is None and not free_before_read
+        is_strict = (
+            bool(strict)
+            and not isinstance(strict, str)
+            and names is None
+            and rename is None
+            and not free_before_read
+        )
         return load_by_dcp(state_dict, source_of, planner, ranks, process_group, is_strict)
     # A load may be repeated.
     names = None if names is None else reusable(names)
     rename = None if rename is None else reusable(rename)
     try:
         with ranks:
+            if isinstance(strict, str):
+                require_choice("strict", strict, ("dtypes",))
             states = States(state_dict)
+            _require_replaceable(states.values)
             deadline = time.monotonic() + STALE_SECONDS
             while True:
                 with closing(source_of()) as source:
@@ -201,7 +211,7 @@ class LoadRun:
         self._state_dict = states.values
         self._chosen = None if names is None else Chosen(names)
         self._rename = None if rename is None else reusable(rename)
-        self._only_compared = only_compared
+        states.only_compared = only_compared
         self._restores_structure = restores_structure
         # All ranks read the values that have a state in this order, because state_dict() may be a
         # collective operation.
@@ -272,6 +282,7 @@ class LoadRun:
         self._ranks.exchange("plan", self._begin_freeing, _require_same_keys)
         for keys in steps:
             self._ranks.run("plan", partial(self._compare_keys, keys))
+        self._add_tied()
         self._agree(strict, is_matched=True)
         for keys in steps:
             self._ranks.run("load", partial(self._read_freeing, keys))
@@ -332,8 +343,7 @@ class LoadRun:
             if not (self._restores_structure or has_new_structure):
                 return value
             self._by_state.add(key)
-        is_only_compared = self._only_compared and isinstance(value, torch.nn.Module)
-        return self._states.read(key, for_load=not is_only_compared)
+        return self._states.read(key, for_load=True)
 
     @no_gc()
     def _match(self, targets: StateDict, *, is_last: bool = False) -> Match:
@@ -413,17 +423,21 @@ class LoadRun:
                 f"names=: {report}",
                 report,
             )
-        if not (strict and self._chosen is None and report.unexpected):
-            return
+        for problem in self._emptied() if strict else ():
+            raise LoadMismatch(problem, report)
+
+    def _emptied(self) -> Iterator[str]:
+        """Describes the empty dicts for which the checkpoint has values. A load would skip these
+        values."""
+        unexpected = self.report.unexpected if self._chosen is None else []
         plain = {k: v for k, v in self._state_dict.items() if k not in self._by_state}
-        for empty in _empty_dicts(plain):
-            beneath = [name for name in report.unexpected if name.startswith(f"{empty}.")]
+        for empty in _empty_dicts(plain) if unexpected else ():
+            beneath = [name for name in unexpected if name.startswith(f"{empty}.")]
             if beneath:
-                raise LoadMismatch(
+                yield (
                     f"{empty} is an empty dict, but the checkpoint has {some_of(beneath)}. Pass "
                     "the optimizer or other object itself instead of its state_dict(), or omit "
-                    f"{empty}",
-                    report,
+                    f"{empty}"
                 )
 
     def _agree(self, strict: Strict, *, is_matched: bool = False) -> tuple[Match | None, bool]:
@@ -544,6 +558,16 @@ class LoadRun:
         for key in keys:
             self.report.add(self._match({key: self._target(key)}).report)
 
+    def _add_tied(self) -> None:
+        """Counts a missing tensor as loaded if a loaded tensor has the same memory."""
+        report = self.report
+        memories = {key: memory_of(value) for key, value in self._state_dict.items()}
+        loaded = {memories.get(name) for name in report.loaded} - {None}
+        tied = [name for name in report.missing if memories.get(name) in loaded]
+        report.loaded += tied
+        report.missing = [name for name in report.missing if name not in tied]
+        report.absent = [key for key in report.absent if key not in tied]
+
     def _read_freeing(self, keys: list[str]) -> None:
         with self._ranks.alive(self._source.progress):
             for key in keys:
@@ -568,6 +592,13 @@ class LoadRun:
             self._restore(key, values[key])
 
     # --- without a read --------------------------------------------------------------------------
+
+    def compare(self) -> LoadReport:
+        """Compares the values with the checkpoint, for :func:`torch_ckpt.preflight`."""
+        report = self.match().report
+        _require_matches([] if self._chosen is None else self._chosen.unmatched())
+        report.refused += self._emptied()
+        return report
 
     def estimate(self) -> ReadMemory:
         """Estimates the memory that the load needs. Reads only the metadata."""
@@ -594,6 +625,21 @@ class LoadRun:
             stored_bytes=reads.stored_bytes + sum(objects),
             beyond_targets_bytes=min(max(scratch + held, wave), limit),
             least_inflight_bytes=max(least + _core.least_scratch_bytes, LEAST_INFLIGHT_BYTES),
+        )
+
+
+def _require_replaceable(state_dict: StateDict) -> None:
+    """Raises TypeError for a state dict in which a load cannot replace values by their names."""
+    if not isinstance(state_dict, MutableMapping):
+        raise TypeError(
+            f"a load replaces values of the state, so the state must be a dict, got "
+            f"{type(state_dict).__name__}"
+        )
+    others = [repr(key) for key in state_dict if not isinstance(key, str)]
+    if others:
+        raise TypeError(
+            f"the keys of the state must be texts, got {some_of(others)}. Load into a dict with "
+            "their texts as keys"
         )
 
 

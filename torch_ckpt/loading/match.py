@@ -182,7 +182,7 @@ def _tied(state: _C.LoadState, report: LoadReport) -> list[tuple[int, int]]:
     wanted: list[tuple[int, Any]] = []
     for row, name in enumerate(state.names()):
         if name in loaded or name in missing:
-            memory = _memory_of(state.value(row))
+            memory = memory_of(state.value(row))
             if memory is not None and name in loaded:
                 rows_of.setdefault(memory, row)
             elif memory is not None:
@@ -190,7 +190,7 @@ def _tied(state: _C.LoadState, report: LoadReport) -> list[tuple[int, int]]:
     return [(row, rows_of[memory]) for row, memory in wanted if memory in rows_of]
 
 
-def _memory_of(value: Any) -> Any:
+def memory_of(value: Any) -> Any:
     """Returns a key that is equal for tensors with the same elements in memory; None for other
     values and for empty tensors."""
     local = getattr(value, "_local_tensor", value)

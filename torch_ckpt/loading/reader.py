@@ -325,16 +325,21 @@ def load_by_dcp(
         ranks: the ranks that load together.
         is_strict: True if the caller requires that all values are loaded, under their own names.
     """
-    with ranks:
+
+    def prepare() -> tuple[Source, SourceReader]:
         States(state_dict)
         if not is_strict:
             raise ValueError(
-                "strict=False, names, rename and free_before_read do not work with a planner. Omit "
-                "them, or load without a planner."
+                'strict=False, strict="dtypes", names, rename and free_before_read do not work '
+                "with a planner. Omit them, or load without a planner."
             )
         _require_states(state_dict)
         source = source_of()
-        reader = SourceReader(source, process_group)
+        return source, SourceReader(source, process_group)
+
+    with ranks:
+        # dcp.load would wait for a rank that fails before it calls dcp.load.
+        source, reader = ranks.run("plan", prepare)
     with reraise_torch_failures(ranks.rank):
         dcp_load(
             state_dict,
@@ -352,8 +357,8 @@ def _require_states(state_dict: dict[str, Any]) -> None:
     for key, value in state_dict.items():
         if isinstance(value, torch.optim.Optimizer) and not value.state:
             raise ValueError(
-                f"{key}: this optimizer has no state yet, so dcp.load would not restore it, and "
-                "dcp.load is used with a planner or a file system that is not local. Load local "
-                "files without a planner, or pass get_optimizer_state_dict(model, optimizer) from "
+                f"{key}: this optimizer has no state yet, so dcp.load, which a load with a planner "
+                "calls, would not restore it. Load without a planner, or pass "
+                "get_optimizer_state_dict(model, optimizer) from "
                 "torch.distributed.checkpoint.state_dict."
             )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt._base.formatting import ranks_text
+from torch_ckpt._base.formatting import first_line, ranks_text
 from torch_ckpt.checkpoint.reading import in_waves
 from torch_ckpt.checkpoint.tensor_bytes import as_bytes, empty_tensor
 from torch_ckpt.loading.shared_reads import _batches, _current_index, _device_of
@@ -32,7 +32,6 @@ from torch_ckpt.multihost.trees import (
     kind,
 )
 from torch_ckpt.ranks.collective_call import CollectiveCall, Disagreement
-from torch_ckpt.ranks.failures import first_line
 from torch_ckpt.ranks.group import TIMEOUT_SECONDS
 
 #: Maximum number of bytes that a collective sends.

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import LiveObjects, Part, register
+from torch_ckpt._base.system import absolute
 from torch_ckpt.ranks.collective_call import explained
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.group import RankGroup, current_group, group_for
@@ -83,7 +84,8 @@ class PreemptionWatch:
         #: Returns the ranks for which :func:`current_watch` finds this watch.
         self.group: Callable[[], RankGroup | None] = lambda: None
         self._rank = group.rank
-        self._file = os.fspath(file) if file is not None else None
+        # The program may change its working directory.
+        self._file = os.fspath(absolute(file)) if file is not None else None
         self._poll_seconds = poll_seconds
         self._timeout = timeout
         # Messages to the thread. Signal handlers may call put() on it.

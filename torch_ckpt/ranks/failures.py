@@ -124,12 +124,6 @@ def drop_frames(error: BaseException) -> None:
         drop_frames(cause)
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text, or the type's name if there is no text."""
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 class CheckpointFailed(CheckpointException, CheckpointError):
     """A save or load failed on at least one rank. Raised on all ranks.
 

@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from torch_ckpt._base.formatting import first_line
 from torch_ckpt.ranks.failures import (
     CheckpointFailed,
     Failure,
     capture_exceptions,
     failed_on,
     failure_of,
-    first_line,
 )
 
 T = TypeVar("T")

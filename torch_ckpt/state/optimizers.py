@@ -281,9 +281,7 @@ class OptimizerState(Placeholder):
             self.as_object = self._as_object
             self.values = self.as_object.values
             return self.as_object.choose(stored, name)
-        is_tensor = {
-            name: stored.is_tensor(name) for name in stored.names if name.startswith(self._prefix)
-        }
+        is_tensor = {name: stored.is_tensor(name) for name in self._as_object.beneath(stored)}
         groups_prefix = f"{self._prefix}param_groups."
         self._has_groups = f"{groups_prefix}0.params" in stored
         if not any(name.startswith(groups_prefix) for name in is_tensor):
@@ -305,7 +303,8 @@ class OptimizerState(Placeholder):
         self._find_paths()
         # Stock torch saves no state for a parameter that never had a gradient; torch_ckpt saves
         # zeros.
-        may_lack = not is_ours and bool(self._stored_slots)
+        is_new = self._state["state"].keys() <= set(self._state[_WITHOUT_STATE])
+        may_lack = not is_ours and (bool(self._stored_slots) or is_new)
         chosen: StateDict = {}
         for name, path in self._paths.items():
             if path[0] == "state" and may_lack and path[1] not in names_of:
@@ -386,9 +385,15 @@ class OptimizerState(Placeholder):
             return self.as_object.refusals(stored, is_chosen)
         reasons: list[str] = []
         states, groups = f"{self._prefix}state.", f"{self._prefix}param_groups."
-        names = [*self._paths, *(name for name in stored.names if name.startswith(self._prefix))]
+        names = [*self._paths, *self._as_object.beneath(stored)]
+        without = self._prefix + _WITHOUT_STATE
         if any(name.startswith(states) and is_chosen(name) for name in names):
             reasons += self._differing_states()
+            if without in stored and not is_chosen(without):
+                # Otherwise, the zeros of parameters without state would become their states.
+                found = stored.read([without])
+                self.values |= found
+                self._find_renamed(stored, {n: unwrap_state(v) for n, v in found.items()})
         names = [name for name in names if name.startswith(groups)]
         options = {name for name in names if is_chosen(name)}
         reasons += self._options_of_another_class(options)
@@ -543,7 +548,8 @@ class OptimizerState(Placeholder):
         # Drop states that were created for this load and not loaded completely.
         for name in self._incomplete().intersection(self._state[_WITHOUT_STATE]):
             state["state"].pop(name, None)
-        state[_WITHOUT_STATE] = values.pop(_WITHOUT_STATE, [])
+        without = values.pop(_WITHOUT_STATE, [])
+        state[_WITHOUT_STATE] = [self._renamed.get(name, name) for name in without]
         groups: StateDict = {}
         for name, stored in values.items():
             value = unwrap_state(stored)
@@ -641,7 +647,7 @@ def _tops(slots: Iterable[str]) -> set[str]:
 def _fit(stored: dict[str, bool], present: dict[str, bool]) -> bool:
     """Returns True if a parameter has the state tensors that the checkpoint has for it.
 
-    Either side may have a number for a tensor of the other side, as for step counters.
+    The checkpoint may have a number for a tensor, as for step counters.
 
     Args:
         stored, present: True for each tensor, by the name of the state.

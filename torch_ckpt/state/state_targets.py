@@ -45,16 +45,40 @@ class _Index(int):
 Path: TypeAlias = tuple[Any, ...]
 
 
-class StoredValue(Placeholder):
-    """Loads the value of one name, whether it is a tensor or an object."""
+class ModuleValue(Placeholder):
+    """Loads a value of a module that is not filled in place: its extra state, or an object. The
+    checkpoint has a tensor, an object, or the leaves of a dict or list.
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    Args:
+        own: the value.
+    """
+
+    def __init__(self, own: Any) -> None:
         super().__init__()
-        self._device = device or torch.device("cpu")
+        self._own = own
+        self._leaves: StateTarget | None = None
 
     def choose(self, stored: Stored, name: str) -> dict[str, Any]:
-        is_tensor = name in stored and stored.is_tensor(name)
-        return {name: stored.meta_tensor(name, self._device) if is_tensor else self}
+        self._leaves = None
+        if name in stored:
+            device = self._own.device if isinstance(self._own, torch.Tensor) else None
+            tensor = stored.is_tensor(name) and stored.meta_tensor(name, device or _CPU)
+            return {name: self if tensor is False else tensor}
+        leaves = StateTarget(name, self._own, is_stateful=True, keys=())
+        found = leaves.choose(stored, name)
+        if found.keys() == {f"{name}.{OBJECTS}"}:
+            return {name: self}
+        self._leaves, self.values = leaves, leaves.values
+        return found
+
+    def loaded(self) -> Any:
+        """Returns the loaded value, or the own value if nothing was loaded."""
+        if self._leaves is not None:
+            return self._leaves.state()
+        return next(map(unwrap_state, self.values.values()), self._own)
+
+
+_CPU = torch.device("cpu")
 
 
 class ModuleTarget(dict[str, Any]):
@@ -74,26 +98,20 @@ class ModuleTarget(dict[str, Any]):
             if is_tensor_of_module(name, value):
                 self[names[name]] = value
             else:
-                device = value.device if isinstance(value, torch.Tensor) else None
-                self[names[name]] = StoredValue(device)
+                self[names[name]] = ModuleValue(value)
 
     def state(self) -> dict[str, Any]:
         """Returns the module's own state dict with the loaded values."""
         for name, stored_name in self._names.items():
             value = self[stored_name]
-            if isinstance(value, StoredValue):
-                if value.values:
-                    [loaded] = value.values.values()
-                    self._own[name] = unwrap_state(loaded)
-            elif value is not self._own[name]:
-                self._own[name] = value
+            self._own[name] = value.loaded() if isinstance(value, ModuleValue) else value
         return self._own
 
 
 def is_tensor_of_module(name: str, value: Any) -> bool:
-    """Returns True if a value of a module's state dict is saved as a tensor. Extra state is saved
-    as an object even if it is a tensor, because its length may change."""
-    return isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
+    """Returns True if a value of a module's state dict is filled in place. Extra state is replaced
+    even if it is a tensor, because its length may change."""
+    return isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state"
 
 
 class _NoNewTensor(Placeholder):
@@ -171,13 +189,16 @@ class StateTarget(Placeholder):
         self._loads_all = stored.loads_all
         has_object = self._object_name in stored
         if has_object:
-            names = [name for name in self._beneath(stored) if stored.is_tensor(name)]
+            names = [name for name in self.beneath(stored) if stored.is_tensor(name)]
             chosen[self._object_name] = self
             self._tensor_count = len(names)
         elif key in stored:
             names = [key]
         else:
-            names = self._beneath(stored)
+            names = self.beneath(stored)
+            if not names and self._is_stateful and next(self._lacking(()), None) is None:
+                # Stock torch stores nothing for an empty state.
+                return {}
             if self._is_per_rank(stored, names):
                 names = []
             if not names and self._is_stateful:
@@ -207,10 +228,12 @@ class StateTarget(Placeholder):
         self.text_keys = []
         return {**chosen, **self._chosen, **self._lacking_tensors}
 
-    def _beneath(self, stored: Stored) -> list[str]:
-        """Returns the stored names that begin with the key, and not with a longer key."""
-        prefix = f"{self._key}."
-        longer = tuple(f"{other}." for other in self._keys if other.startswith(prefix))
+    def beneath(self, stored: Stored) -> list[str]:
+        """Returns the stored names that begin with the key, and not with a longer key, of the
+        mapping or of a stored value that the mapping lacks."""
+        prefix, end = f"{self._key}.", f".{OBJECTS}"
+        keys = [name.removesuffix(end) for name in stored.names if name.endswith(end)]
+        longer = tuple(f"{k}." for k in (*self._keys, *keys) if k.startswith(prefix))
         return [
             name
             for name in stored.names
@@ -340,9 +363,14 @@ class StateTarget(Placeholder):
             return self._leaves[name][0]
         path: Any = self._stored_paths.get(name)
         # Do not trust the stored path.
-        is_path = isinstance(path, tuple) and path[:1] == (self._key,)
-        if is_path and _name(self._key, path[1:]) == name:
-            return tuple(_Index(part) if type(part) is int else str(part) for part in path[1:])
+        if isinstance(path, tuple) and ".".join(map(str, path)) == name:
+            # The key of a module's extra state has several parts.
+            ends = (at for at in range(len(path)) if ".".join(map(str, path[:at])) == self._key)
+            end = next(ends, None)
+            if end is not None:
+                return tuple(
+                    _Index(part) if type(part) is int else str(part) for part in path[end:]
+                )
         return tuple(name[len(self._key) + 1 :].split("."))
 
     def _with_own_keys(self, name: str) -> Path:

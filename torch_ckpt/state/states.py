@@ -193,10 +193,13 @@ class States:
 
     Attributes:
         values: the state dict, in which :meth:`apply` replaces values.
+        only_compared: True if nothing is loaded, so that modules may be on the meta device.
 
     Raises:
         TypeError: the state dict is not a mapping.
     """
+
+    only_compared = False
 
     def __init__(self, state_dict: object, *, calls: bool = False) -> None:
         # Modules are callable, too.
@@ -351,7 +354,7 @@ def _read_state(key: str, states: States, value: Any, for_load: bool) -> Any:
             own = OptionalObject() if own_rank() else None
         return {f"rank{own_rank()}": own}
     if isinstance(value, nn.Module):
-        return _module_state(key, value, states.names, for_load)
+        return _module_state(value, states.names, for_load, not states.only_compared)
     has_state = is_stateful(value)
     state = value.state_dict() if has_state else value
     target = None
@@ -371,15 +374,14 @@ def _read_state(key: str, states: States, value: Any, for_load: bool) -> Any:
     return split_state(key, state)
 
 
-def _module_state(key: str, module: nn.Module, names: ParameterNames, for_load: bool) -> StateDict:
+def _module_state(
+    module: nn.Module, names: ParameterNames, for_load: bool, needs_memory: bool
+) -> StateDict:
     own = module.state_dict()
     resolved = names.resolve_all(module, own)
     if not for_load:
-        return {
-            resolved[name]: part if is_tensor_of_module(name, part) else wrap_state(key, part)
-            for name, part in own.items()
-        }
-    for name, part in own.items():
+        return {resolved[name]: part for name, part in own.items()}
+    for name, part in own.items() if needs_memory else ():
         if is_tensor_of_module(name, part) and part.device.type == "meta":
             raise CheckpointError(
                 f"{name} is on the meta device and has no memory to load into. Call the module's "

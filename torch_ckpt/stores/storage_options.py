@@ -279,7 +279,7 @@ def _aws_credentials(values: dict[str, Any], profile: str | None) -> Callable[[]
 
     If no profile is given, and obstore, which does not read AWS's files, would find no credentials,
     returns the credentials of the default profile. Returns None if obstore finds credentials."""
-    if "access_key_id" in values or "skip_signature" in values:
+    if "access_key_id" in values or values.get("skip_signature"):
         return None
     profile = profile or os.environ.get("AWS_PROFILE")
     file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")

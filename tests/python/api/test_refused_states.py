@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import torch_ckpt
 from tests.support import no_warnings
@@ -182,3 +183,77 @@ def test_a_storage_is_saved_as_an_object(tmp_path: Path) -> None:
         state: dict[str, Any] = {"s": torch.zeros(4).storage()}
         assert torch_ckpt.load(state, tmp_path).fits  # type: ignore[union-attr]
         assert state["s"].tolist() == stored.tolist()
+
+
+# --- loads ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({5: 0, "w": torch.zeros(2)}, "the keys of the state must be texts, got 5"),
+        (MappingProxyType({"w": torch.zeros(2)}), "the state must be a dict, got mappingproxy"),
+    ],
+    ids=["a number as key", "an immutable mapping"],
+)
+def test_a_state_whose_values_cannot_be_replaced_is_refused_before_a_change(
+    tmp_path: Path, state: Any, text: str
+) -> None:
+    torch_ckpt.save({"w": torch.ones(2), "5": 7}, tmp_path)
+    with pytest.raises(TypeError, match=text):
+        torch_ckpt.load(state, tmp_path)
+    assert torch.equal(state["w"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("strict", ["dtype", "all"])
+def test_an_unknown_strictness_is_refused(tmp_path: Path, strict: Any) -> None:
+    torch_ckpt.save({"w": torch.ones(2)}, tmp_path)
+    with pytest.raises(ValueError, match="strict must be"):
+        torch_ckpt.load({"w": torch.zeros(2)}, tmp_path, strict=strict)
+
+
+def test_checks_that_a_planner_does_not_make_are_refused(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    with pytest.raises(ValueError, match='check_replicas="error" is not available'):
+        torch_ckpt.save(state, tmp_path, planner=DefaultSavePlanner(), check_replicas="error")
+    torch_ckpt.save(state, tmp_path)
+    with pytest.raises(ValueError, match=r'strict="dtypes".* do not work with a planner'):
+        torch_ckpt.load(state, tmp_path, planner=DefaultLoadPlanner(), strict="dtypes")
+
+
+def test_preflight_refuses_what_a_load_refuses(tmp_path: Path) -> None:
+    torch_ckpt.save({"w": torch.ones(2), "o": {"lr": 0.1}}, tmp_path)
+    with pytest.raises(ValueError, match=r"no name in the state dict matches 'x"):
+        torch_ckpt.preflight({"w": torch.zeros(2)}, tmp_path, names=["x.*"])
+    report = torch_ckpt.preflight({"w": torch.zeros(2), "o": {}}, tmp_path)
+    assert not report.fits
+    assert "o is an empty dict, but the checkpoint has o.lr" in report.refused[0]
+
+
+class Part:
+    """A value with a state of two tensors."""
+
+    def __init__(self, fill: float) -> None:
+        self.tensors = {"t": torch.full((2,), fill), "u": torch.full((2,), fill)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.tensors, "kind": "part"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensors = {name: state[name] for name in self.tensors}
+
+
+def test_a_key_may_begin_with_another_key(tmp_path: Path) -> None:
+    def state(fill: float) -> dict[str, Any]:
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=fill)
+        return {"a": Part(fill), "a.b": Part(2 * fill), "o": optimizer, "o.s": Part(3 * fill)}
+
+    torch_ckpt.save(state(1.0), tmp_path)
+    fresh = state(0.0)
+    torch_ckpt.load(fresh, tmp_path)
+    assert [fresh[k].tensors["t"][0].item() for k in ("a", "a.b", "o.s")] == [1, 2, 3]
+    assert fresh["o"].param_groups[0]["lr"] == 1
+    alone = {"a": Part(0.0)}
+    torch_ckpt.load(alone, tmp_path)
+    assert alone["a"].tensors["t"][0] == 1

@@ -444,3 +444,21 @@ def test_each_command_prints_the_same_error(tmp_path: Path, run: Run, command: s
         "to a checkpoint with torch-ckpt convert (torch_ckpt.convert)\n"
     )
     assert "must be a path, got an empty string" in run(command, "", "", code=2)
+
+
+@pytest.mark.parametrize("command", ["steps", "gc --keep-last 1", "delete", "pin", "unpin"])
+def test_an_empty_root_is_refused(run: Run, command: str) -> None:
+    name, *options = command.split()
+    steps = ["1"] if name in ("delete", "pin", "unpin") else []
+    error = run(name, "", *steps, *options, code=2)
+    assert "must be a path, got an empty string" in error
+
+
+def test_a_delta_is_not_applied_to_a_published_version(tmp_path: Path, run: Run) -> None:
+    for fill in (1.0, 2.0):
+        torch_ckpt.publish({"w": torch.full((9,), fill)}, tmp_path, delta=True)
+    delta = tmp_path / "0000000001" / "torch_ckpt.delta"
+    error = run.refused("apply", delta, tmp_path / "0000000000")
+    assert "is a published version, which must not change; pass another directory" in error
+    run("apply", delta, tmp_path / "0000000000", "--out", tmp_path / "out")
+    assert "are equal" in run("diff", tmp_path / "out", tmp_path / "0000000001")

@@ -295,3 +295,10 @@ def test_a_header_that_is_too_long_is_refused_before_anything_is_written(
         convert(tmp_path / "a.pt", target, progress=written.append, **options)
     assert written == []
     assert names_in(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("target", ["ckpt", "b.pt"])
+def test_tensors_hidden_in_an_object_are_refused(tmp_path: Path, target: str) -> None:
+    torch.save({"model": torch.nn.Linear(2, 2), "t": ONE}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"a\.pt: model is an object with tensors"):
+        convert(tmp_path / "a.pt", tmp_path / target, select=["model"], allow_pickle=True)

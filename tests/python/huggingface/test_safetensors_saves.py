@@ -280,3 +280,8 @@ def test_a_save_needs_as_many_parts_as_places(tmp_path: Path, parts: int) -> Non
     with pytest.raises(RuntimeError, match=f"the coordinator has sent 2 places for {parts} parts"):
         save_parts()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_single_file_to_copy_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"copied must be a list of files, got 'tokenizer\.json'"):
+        torch_ckpt.Safetensors(copied="tokenizer.json")  # type: ignore[arg-type]

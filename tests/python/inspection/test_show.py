@@ -25,6 +25,7 @@ from tests.support import (
     save,
     stock_save,
 )
+from torch_ckpt import Checkpoint, CheckpointError
 from torch_ckpt.inspection.show import Place, ShownObject, ShownTensor, Statistics, show
 
 STATE: StateDict = {
@@ -236,3 +237,17 @@ def test_the_command_line_writes_all_values_as_json(tmp_path: Path, run: Run) ->
     assert items["config.betas"]["text"] == "(0.9, 0.95)"
     assert items["layers.10.weight"]["statistics"]["max"] == 599
     assert items["bad"]["first"][1] == "1j"
+
+
+def test_an_object_that_this_machine_cannot_decode_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_stored: Checkpoint, name: str) -> None:
+        raise CheckpointError(f"{name} needs CUDA")
+
+    save(STATE, tmp_path)
+    monkeypatch.setattr(Checkpoint, "read_object", fail)
+    report = show(tmp_path)
+    refused = [item.refused for item in report.items if isinstance(item, ShownObject)]
+    assert refused == ["not unpickled: config.betas needs CUDA", "not unpickled: step needs CUDA"]
+    assert len(report.items) > len(refused)

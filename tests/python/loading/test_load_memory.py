@@ -334,3 +334,16 @@ def memory_that_loads_keep(path: Path, way: str) -> int:
             {"t": target}, path, options=torch_ckpt.ReadOptions(max_inflight_bytes=2 * MIB)
         )
     return process_memory("VmRSS") - before
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_one_stored_name_fills_all_names_of_tied_tensors(tmp_path: Path, free: bool) -> None:
+    weight = torch.arange(6.0)
+    save({"embed": weight, "other": torch.ones(1)}, tmp_path)
+    tied = torch.zeros(6)
+    report = torch_ckpt.load(
+        {"embed": tied, "head": tied, "other": torch.zeros(1)}, tmp_path, free_before_read=free
+    )
+    assert isinstance(report, torch_ckpt.LoadReport)
+    assert sorted(report.loaded) == ["embed", "head", "other"]
+    assert torch.equal(tied, weight)

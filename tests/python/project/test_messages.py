@@ -67,6 +67,7 @@ SURFACES: dict[tuple[str, str], list[str]] = {
     ("csrc/engine/new_file.cpp", "direct_io"): [*SAVES, "save of safetensors"],
     ("csrc/engine/record_reader.cpp", "direct_io"): ["load", "FileSystemReader"],
     ("csrc/index/checkpoint_index.cpp", "allow_pickle"): LOADS,
+    ("torch_ckpt/api.py", "check_replicas"): ["save"],
     ("torch_ckpt/checkpoint/lease.py", "use_collectives"): ["dcp.save"],
     ("torch_ckpt/checkpoint/objects.py", "allow_pickle"): LOADS,
     ("torch_ckpt/checkpoint/publishing.py", "overwrite"): ["save", "convert"],

@@ -18,7 +18,7 @@ from tests.support import assert_equal
 from torch_ckpt import CheckpointError
 from torch_ckpt.state.states import States
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.usefixtures("without_warnings")
 
 
 Make = Callable[[nn.Linear], torch.optim.Optimizer]

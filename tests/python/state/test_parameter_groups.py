@@ -269,3 +269,23 @@ def test_a_renamed_optimizer_keeps_its_groups(tmp_path: Path) -> None:
     torch_ckpt.load(fresh, tmp_path, rename=rename)
     assert rates(fresh) == pytest.approx([0.2, 0.1])
     assert_equal(fresh["model"].state_dict(), saved["model"].state_dict())
+
+
+@pytest.mark.parametrize("names", [None, ["model.*", "optimizer.state.*"]], ids=["all", "states"])
+def test_a_renamed_parameter_without_state_gets_none(
+    tmp_path: Path, names: list[str] | None
+) -> None:
+    def parts(inner: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Linear(2, 2)
+        optimizer = torch.optim.NAdam(model.parameters())
+        return {"model": nn.ModuleDict({"inner": model}) if inner else model, "o": optimizer}
+
+    saved = parts(inner=True)
+    torch_ckpt.save({"model": saved["model"], "optimizer": saved["o"]}, tmp_path)
+    fresh = parts(inner=False)
+    rename = {"model.inner.*": "model.*", "optimizer.state.inner.*": "optimizer.state.*"}
+    torch_ckpt.load(
+        {"model": fresh["model"], "optimizer": fresh["o"]}, tmp_path, rename=rename, names=names
+    )
+    assert not fresh["o"].state

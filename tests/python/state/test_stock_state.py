@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 import torch_ckpt
 from tests.programs import restore
-from tests.support import assert_equal, cause_of, stock_restore, stock_save
+from tests.support import assert_equal, cause_of, stock_load, stock_restore, stock_save
 from torch_ckpt import CheckpointError, LoadMismatch
 from torch_ckpt.state.states import States
 
@@ -233,3 +233,96 @@ def test_an_option_that_the_checkpoint_lacks_is_unchanged(tmp_path: Path) -> Non
     restore(fresh, tmp_path)
     groups = fresh["optimizer"].param_groups
     assert [group["of_a_newer_version"] for group in groups] == [5, 5]
+
+
+# --- values of which stock torch stores nothing, or only the leaves -------------------------------
+
+
+class Extra(nn.Linear):
+    """A layer with extra state."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+EXTRA = pytest.mark.parametrize(
+    ("extra", "fresh"),
+    [
+        ({"scale": 2.0, "history": torch.arange(3.0)}, {"scale": 0.0, "history": torch.zeros(3)}),
+        (torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)),
+        ("a text", ""),
+        ([torch.ones(2), 3], [torch.zeros(2), 0]),
+    ],
+    ids=["dict", "tensor", "text", "list"],
+)
+
+
+@EXTRA
+def test_extra_state_saved_by_stock_torch_is_restored(
+    tmp_path: Path, extra: Any, fresh: Any
+) -> None:
+    stock_save({"model": nn.Sequential(Extra(extra)).state_dict()}, tmp_path)
+    model = nn.Sequential(Extra(fresh))
+    assert torch_ckpt.preflight({"model": model}, tmp_path).fits
+    torch_ckpt.load({"model": model}, tmp_path)
+    assert_equal(model[0].extra, extra)
+
+
+@EXTRA
+def test_stock_torch_restores_extra_state_that_torch_ckpt_has_saved(
+    tmp_path: Path, extra: Any, fresh: Any
+) -> None:
+    torch_ckpt.save({"model": nn.Sequential(Extra(extra))}, tmp_path)
+    model = nn.Sequential(Extra(fresh))
+    state = {"model": model.state_dict()}
+    stock_load(state, tmp_path)
+    model.load_state_dict(state["model"])
+    assert_equal(model[0].extra, extra)
+
+
+def test_a_buffer_whose_name_ends_like_extra_state_is_a_tensor(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("decoder_extra_state", torch.ones(3))
+    torch_ckpt.save({"model": model}, tmp_path)
+    state = {"model": {"decoder_extra_state": torch.zeros(3)}}
+    stock_load(state, tmp_path)
+    assert_equal(state["model"]["decoder_extra_state"], torch.ones(3))
+
+
+def test_a_value_with_an_empty_state_needs_nothing_in_the_checkpoint(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler(enabled=False)
+    stock_save({"model": nn.Linear(2, 2).state_dict(), "scaler": scaler.state_dict()}, tmp_path)
+    report = torch_ckpt.load({"model": nn.Linear(2, 2), "scaler": scaler}, tmp_path)
+    assert isinstance(report, torch_ckpt.LoadReport)
+    assert report.missing == []
+
+
+@BOTH_SHAPES
+def test_an_optimizer_that_stock_torch_saved_before_its_first_step_is_restored(
+    tmp_path: Path, flatten: bool
+) -> None:
+    saved = program(0, rate=0.7)
+    state = {**saved, "model": saved["model"].state_dict()}
+    if flatten:
+        names = {"0.weight": 0, "0.bias": 1, "1.weight": 0, "1.bias": 1}
+        groups = saved["optimizer"].state_dict()["param_groups"]
+        options = {
+            f"param_groups.{name}.{option}": value
+            for name, number in names.items()
+            for option, value in groups[number].items()
+            if option != "params"
+        }
+        stock_save({**state, "optimizer": options}, tmp_path)
+    else:
+        stock_save({**state, "optimizer": saved["optimizer"].state_dict()}, tmp_path)
+    fresh = program(0)
+    restore(fresh, tmp_path)
+    assert fresh["optimizer"].state_dict()["state"] == {}
+    assert [group["lr"] for group in fresh["optimizer"].param_groups] == [0.7, 0.35]

@@ -245,3 +245,12 @@ def test_a_setting_that_the_library_refuses_is_not_shown(url: str, options: dict
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
+
+
+def test_credentials_are_read_if_anonymous_access_is_off(tmp_path: Path) -> None:
+    pytest.importorskip("boto3")
+    (tmp_path / "credentials").write_text(
+        "[work]\naws_access_key_id = k\naws_secret_access_key = s\n"
+    )
+    config = obstore_config("s3", Options({"anon": False, "profile": "work"}))
+    assert config.credentials is not None

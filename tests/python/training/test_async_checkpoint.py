@@ -18,7 +18,7 @@ from tests.support import assert_equal
 from torch_ckpt import AsyncCheckpoint, CheckpointError
 from torch_ckpt.training.async_checkpoint import AsyncCheckpointOptions
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.usefixtures("without_warnings")
 
 
 def weights(value: float) -> nn.Linear:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,7 @@ from torch_ckpt.checkpoint.source import Source
 from torch_ckpt.steps import open_steps
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
-
-@pytest.fixture(autouse=True)
-def no_other_warnings(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
-    """Fails a test with a warning that it does not expect."""
-    yield
-    assert [str(warning.message) for warning in recwarn] == []
+pytestmark = pytest.mark.usefixtures("without_warnings")
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -74,6 +68,14 @@ def test_the_newest_step_is_loaded_and_without_a_step_the_state_is_unchanged(
         save_checkpoint(directory, step, state_of(step))
     assert load_checkpoint_if_it_exists(directory, state) == 100
     assert_equal(state, state_of(100))
+
+
+def test_a_directory_with_a_trailing_slash_is_the_same_directory(directory: str) -> None:
+    save_checkpoint(f"{directory}/", 3, state_of(3))
+    save_checkpoint(directory, 4, state_of(4))
+    state = blank()
+    assert load_checkpoint_if_it_exists(f"{directory}/", state) == 4
+    assert_equal(state, state_of(4))
 
 
 def test_a_manager_and_the_functions_continue_from_each_others_steps(directory: str) -> None:

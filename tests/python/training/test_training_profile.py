@@ -15,6 +15,7 @@ import fsspec
 import pytest
 import torch
 
+from benchmarks.ranks import mesh_without_peers
 from torch_ckpt.training import profiles, start_profile, stop_profile
 
 
@@ -58,6 +59,12 @@ def test_the_trace_is_copied_to_another_file_system() -> None:
     assert "aten::cumsum" in operations(fsspec.filesystem("memory").cat_file(path))
 
 
+def test_a_directory_with_a_trailing_slash_is_the_same_directory(tmp_path: Path) -> None:
+    path = Path(taken(f"{tmp_path}/traces/"))
+    assert path.parent == tmp_path / "traces"
+    assert path.exists()
+
+
 def test_a_trace_has_only_the_operations_of_its_profile(tmp_path: Path, temporary: Path) -> None:
     torch.ones(3).cumprod(0)
     path = taken(tmp_path / "traces")
@@ -67,6 +74,14 @@ def test_a_trace_has_only_the_operations_of_its_profile(tmp_path: Path, temporar
     assert list(temporary.iterdir()) == []
     # TensorBoard recognizes this name.
     assert re.fullmatch(r"rank-0\.\d+\.pt\.trace\.json\.gz", Path(path).name)
+
+
+def test_a_trace_is_named_by_the_rank_that_started_it(tmp_path: Path) -> None:
+    with mesh_without_peers(3, rank=2):
+        start_profile(all_ranks=True)
+    path = stop_profile(tmp_path)
+    assert path is not None
+    assert Path(path).name.startswith("rank-2.")
 
 
 def test_a_profiler_with_other_options_is_used(tmp_path: Path) -> None:
