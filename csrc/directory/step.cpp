@@ -125,7 +125,7 @@ Result<bool> StepRoot::remove(const std::string& name, const LeaseBytes& lease) 
     {
       auto lock = RootLock::take(*root);
       if (!lock) return lock.error();
-      if (!lock->is_held()) return false;
+      if (!lock->is_held()) return locked_root(*root);
       TC_TRY(require_lease(*root, lease));
       // A save may have replaced the directory since it was opened.
       auto is_same = root->leads_to(name, *opened);
@@ -261,11 +261,6 @@ PublishOutcome StepSave::try_publish(std::string_view marker, bool may_replace, 
     if (*is_complete && !may_replace) {
       return not_published(system_error(EEXIST, "rename", root_.path_of(digits_)));
     }
-    auto is_pinned = root_.contains(digits_ + "/" + std::string(kPinnedName));
-    if (!is_pinned) return not_published(is_pinned.error());
-    if (*is_pinned) {
-      if (auto pinned = pin(directory_); !pinned) return not_published(pinned.error());
-    }
     replaced_ = deleted_name(digits_);
   }
   // Without the lock, a deletion could rename the new step instead of the old one, and another run
@@ -274,6 +269,12 @@ PublishOutcome StepSave::try_publish(std::string_view marker, bool may_replace, 
   if (!lock) return not_published(lock.error());
   if (lease && !lock->is_held()) return not_published(locked_root(root_));
   if (auto held = require_lease(root_, lease); !held) return not_published(held.error());
+  // With the lock, so that no pin is set between the check and the rename.
+  auto is_pinned = root_.contains(digits_ + "/" + std::string(kPinnedName));
+  if (!is_pinned) return not_published(is_pinned.error());
+  if (*is_pinned) {
+    if (auto pinned = pin(directory_); !pinned) return not_published(pinned.error());
+  }
   auto outcome = directory::publish(root_, {unfinished_, digits_, replaced_, *identity},
                                     {.sync = false, .replace = *exists});
   if (outcome.state == PublishState::not_published) return outcome;

@@ -120,12 +120,6 @@ Result<> make_directories(const std::string& given) {
   return {};
 }
 
-Result<> remove_directory(const std::string& path) {
-  TC_FAULT("rmdir", path);
-  if (::rmdir(path.c_str()) != 0) return system_error(errno, "rmdir", path);
-  return {};
-}
-
 Result<Directory> Directory::open(const std::string& path) {
   TC_FAULT("open_directory", path);
   Descriptor found(open_at(AT_FDCWD, path.c_str(), O_RDONLY));

@@ -19,9 +19,6 @@ inline constexpr std::string_view kLockName = ".lock";
 /// Creates a directory and its parents, like mkdir -p. Only sync_ancestors() makes them durable.
 Result<> make_directories(const std::string& path);
 
-/// Removes the empty directory at `path`.
-Result<> remove_directory(const std::string& path);
-
 // An open directory. A path can refer to a different directory at any time: a directory may be
 // renamed, a link retargeted or the working directory changed. So only open() and is_at_path() use
 // the path; all other calls use the descriptor.

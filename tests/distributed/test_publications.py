@@ -140,4 +140,14 @@ def case_ranks_export_the_same_steps_after_a_save_failed_on_one_rank(launch: Lau
     assert sorted(map(int, versions))[:2] == [5, 9]
 
 
+def case_a_file_that_one_rank_cannot_copy_fails_the_publication_on_all(launch: Launch) -> None:
+    copied = [] if launch.rank == 0 else [launch.path("absent.json")]
+    with pytest.raises(FileNotFoundError, match=r"absent\.json"):
+        torch_ckpt.publish(
+            sharded(launch, 1),
+            launch.path("policy"),
+            format=torch_ckpt.Safetensors(copied=copied),
+        )
+
+
 test_on_ranks = on_ranks(globals())

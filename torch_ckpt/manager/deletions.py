@@ -13,6 +13,7 @@ A step is stale if training was rewound to an earlier step. It belongs to an aba
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,11 +56,12 @@ class Deletions:
         self._report = report
         self._name = f"torch_ckpt steps {id(self)}"
         self._thread = ThreadPoolExecutor(1, self._name)
+        self._pid = os.getpid()
         self._lock = threading.Lock()  # guards _reading, _verified and _stale
         self._reading: set[int] = set()
         self._verified: int | None = None
         self._stale: set[int] = set()
-        self._newest: int | None = None  # the step that was saved or restored last
+        self._newest: int | None = None  # the step from which training continues, or the last save
         self._has_warned_of_missing_metric = False
 
     # --- protected steps -------------------------------------------------------------------------
@@ -80,27 +82,24 @@ class Deletions:
         with self._lock:
             self._verified = step
 
-    def restored(self, step: int) -> None:
-        """Records that training continues from a step, which its load has verified.
-
-        Raises:
-            OSError: the root cannot be listed.
-        """
-        self.verified(step)
-        self.rewound(step)
-        self._newest = step
-
-    def rewound(self, step: int) -> None:
+    def rewound(self, step: int) -> list[int]:
         """Records that training continues from a step, which makes all later steps stale.
 
+        Returns:
+            The later steps, also those that only the hosts' disks have.
+
         Raises:
             OSError: the root cannot be listed.
         """
+        # Training has not passed later steps, whatever was saved before.
+        self._newest = step
         steps = {info.step for info in self._store.entries(leftovers=False)}
         # These are copied to the root later.
         steps.update(copy.step for copy in self._store.copies())
+        stale = {other for other in steps if other > step}
         with self._lock:
-            self._stale = {other for other in steps if other > step}
+            self._stale = stale
+        return sorted(stale)
 
     def saved(self, step: int) -> None:
         """Records that a step is not stale, because it was saved again or deleted."""
@@ -147,7 +146,8 @@ class Deletions:
                 seconds.
             RuntimeError: the interpreter is exiting, or this object is closed.
         """
-        if self._is_deleting():
+        if self._is_deleting() or os.getpid() != self._pid:
+            # A forked child has no such thread.
             return function()
         return self._thread.submit(function).result(timeout)
 
@@ -225,7 +225,10 @@ class Deletions:
         with self._lock:
             is_protected = step in self._reading or step == self._verified
         try:
-            is_deleted = not is_protected and self._store.delete(step)
+            # The step may have been pinned since it was listed.
+            is_deleted = not (is_protected or self._store.is_pinned(step)) and self._store.delete(
+                step
+            )
         except OSError as error:
             LOGGER.warning(
                 "step %d could not be deleted: %s. The next save will retry", step, error

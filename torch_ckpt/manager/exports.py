@@ -12,11 +12,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, SupportsIndex
 
 from torch_ckpt._base.checks import require_at_least
+from torch_ckpt._base.system import absolute, local_path
 from torch_ckpt.huggingface.model_target import Safetensors, StrPath
 from torch_ckpt.options import DEFAULT_OPTIONS, WriteOptions
 from torch_ckpt.publication.publish import DEFAULT_FORMAT, refuse_options, version_options
@@ -46,6 +48,12 @@ class Exports:
     def rewound(self, step: int) -> None:
         """Records that training continues from a step."""
         self.newest_valid, self.due_step, self.last_step = step, None, None
+
+    def succeeded(self, step: int) -> None:
+        """Records that the model of a step was exported: its version is not stale."""
+        self.last_step = step
+        if self.newest_valid is not None:
+            self.newest_valid = max(self.newest_valid, step)
 
     def is_due(self, step: int) -> bool:
         """True if an export is due at this step or was due before. All ranks must call this method
@@ -128,6 +136,10 @@ class Export:
     def __post_init__(self) -> None:
         if self.every is not None:
             require_at_least("every", self.every, 1)
+        root = local_path(self.root)
+        if root is not None:
+            # The program may change its working directory.
+            object.__setattr__(self, "root", os.fspath(absolute(root)))
         # Detect invalid options now, not in the first export.
         self.target(0, None)
 

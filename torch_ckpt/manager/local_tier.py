@@ -51,8 +51,12 @@ class Tier:
         self._on_commit = on_commit
         self._copier = Copier(steps, group, self._target, run.timeout, self._published)
         steps.on_saved = self._save_on_disks
-        # What other runs have left on the disk of this host.
-        steps.disk.sweep(attempt=run.attempt)
+        try:
+            # What other runs have left on the disk of this host.
+            steps.disk.sweep(attempt=run.attempt)
+        except OSError as error:
+            # Do not raise: the other ranks have no error, and continue.
+            LOGGER.warning("leftovers of interrupted saves could not be removed: %s", error)
 
     def saved(self, step: int) -> None:
         """A save of this process has ended. Copies it to the root if it is on the hosts' disks."""
@@ -73,6 +77,10 @@ class Tier:
     def close(self, timeout: float) -> None:
         """Waits for the copies, at most for ``timeout`` seconds."""
         self._copier.close(timeout)
+
+    def abandon(self) -> None:
+        """Ends the copies without waiting for them. The next run continues them."""
+        self._copier.end()
 
     def unpublished(self) -> list[int]:
         """Returns the steps of this process that are not known to be published."""

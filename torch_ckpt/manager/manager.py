@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 import warnings
@@ -32,7 +33,7 @@ from torch_ckpt._base.checks import refuse_keyword, require_choice, require_inst
 from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.progress import stderr_is_terminal
-from torch_ckpt._base.system import absolute
+from torch_ckpt._base.system import local_path
 from torch_ckpt.checkpoint.lineage import by_lineage, newest_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event, Reporters
@@ -170,14 +171,17 @@ class CheckpointManager:
         require_policies(preemption, saves, write, read)
         require_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
         self._retention = Retention.of(keep)
-        if not isinstance(root, StepStore):
+        if isinstance(root, StepStore):
+            # The caller's object keeps its own lease.
+            root = copy.copy(root)
+        else:
             settings = write.storage_options or read.storage_options
             root = open_steps(root, storage_options=settings)
         if local is not None:
             require_instance("local", local, LocalTier)
             root = TieredSteps(root, local)
         self._store = root
-        if export is not None and absolute(export.root) == absolute(self._store.root):
+        if export is not None and _is_same_root(export.root, self._store.root):
             raise ValueError(f"{export.root}: exports need another directory than the steps")
         self._before_save = BeforeSave()
         group = group_for(process_group, "manager")
@@ -314,8 +318,7 @@ class CheckpointManager:
         step = int(step_name(step))
         saver, notice = self._saver, self._notice
         try:
-            self._timeline.advance(step, overwrite, saver.wait)
-            if overwrite:
+            if self._timeline.advance(step, overwrite, saver.wait):
                 saver.exports.rewound(step - 1)
         except (FileExistsError, ValueError):
             raise
@@ -513,17 +516,20 @@ class CheckpointManager:
         self._warn_of_due_export()
         self._saver.is_closed = True
         self._notice.close()
-        if self._tier is not None:
-            is_urgent = self._notice.stops and self._saver.deadline is not None
-            self._tier.close(0.0 if is_urgent else CLOSE_SECONDS)
-        self._deletions.close()
-        pending = self._saver.pending
-        if pending is None:
-            self._lease.release()
-        else:
-            # In a callback of the running save, which needs the lease until it is committed.
-            # Otherwise, the save has ended, and this releases the lease now.
-            pending.handle.committed.add_done_callback(lambda _save: self._lease.release())
+        try:
+            if self._tier is not None:
+                is_urgent = self._notice.stops and self._saver.deadline is not None
+                self._tier.close(0.0 if is_urgent else CLOSE_SECONDS)
+        finally:
+            # Also if an interrupt ends the wait for the copies.
+            self._deletions.close()
+            pending = self._saver.pending
+            if pending is None:
+                self._lease.release()
+            else:
+                # In a callback of the running save, which needs the lease until it is committed.
+                # Otherwise, the save has ended, and this releases the lease now.
+                pending.handle.committed.add_done_callback(lambda _save: self._lease.release())
         self.check_for_errors()
 
     def __enter__(self) -> CheckpointManager:
@@ -554,6 +560,8 @@ class CheckpointManager:
         ):
             return
         notice.close()
+        if self._tier is not None:
+            self._tier.abandon()
         self._lease.release()
         warnings.warn(
             f"the checkpoint manager of {self._store.root} was deleted without close(): a running "
@@ -840,3 +848,11 @@ class CheckpointManager:
         if self._rank == 0:
             # Wait for a running deletion, which may already have chosen the unpinned step.
             self._deletions.run_in_order(lambda: self._store.set_pinned(step, pinned))
+
+
+def _is_same_root(one: str | os.PathLike[str], other: str) -> bool:
+    """True if two paths or URLs lead to the same directory."""
+    paths = [local_path(one), local_path(other)]
+    if None in paths:
+        return os.fspath(one).rstrip("/") == other.rstrip("/")
+    return os.path.realpath(str(paths[0])) == os.path.realpath(str(paths[1]))

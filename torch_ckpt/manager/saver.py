@@ -85,6 +85,7 @@ class Pending:
     Attributes:
         step: step that is being saved.
         handle: handle of the save, set when the save has started.
+        blocked: seconds for which training waited for the start.
         ended: set after the handle's future is resolved and the manager has handled the result.
         callbacks: the threads that must not wait for the save, because the save waits for them.
     """
@@ -93,6 +94,7 @@ class Pending:
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.blocked = 0.0
         self.ended = threading.Event()
         self.callbacks = CallbackThreads()
         self._pid = os.getpid()
@@ -285,37 +287,35 @@ class Saver:
             with callbacks.running():
                 on_commit(step)
 
-        try:
-            self._require_metric(metrics, is_last)
-            handle = pending.handle = start(
-                lambda: self.before_save.read(state),
-                lambda: self._target(step, metrics, notes),
-                RankGroup.of(run.process_group),
-                staging=options.staging,
-                timeout=run.timeout,
-                on_commit=None if on_commit is None else call_on_commit,
-                check_replicas=check_replicas,
-                is_reported=True,
-            )
-        except Exception as error:
-            if _is_misuse(error):
-                raise
-            return self.fail_to_start(step, error, started)
-        self.timeline.last_step = step
-        self.pending = pending
-        for optimizer in self._guarded:
-            handle.guard(optimizer)
-        blocked = time.perf_counter() - started
-        total = handle.metrics().state_bytes
-        message = f"step {step}: {size(total)}, training waited {blocked * 1000:.0f} ms"
-        # Futures keep their callbacks, so the callback drops its reference to the manager.
-        ended = [functools.partial(self._ended, self.owner(), pending, blocked)]
-        try:
+        with self._following(pending, self._ended) as has_begun:
+            try:
+                self._require_metric(metrics, is_last)
+                handle = start(
+                    lambda: self.before_save.read(state),
+                    lambda: self._target(step, metrics, notes),
+                    RankGroup.of(run.process_group),
+                    staging=options.staging,
+                    timeout=run.timeout,
+                    on_commit=None if on_commit is None else call_on_commit,
+                    check_replicas=check_replicas,
+                    is_reported=True,
+                    has_begun=has_begun,
+                )
+            except Exception as error:
+                if self.pending is pending or _is_misuse(error):
+                    raise
+                return self.fail_to_start(step, error, started)
+            finally:
+                if self.pending is pending:
+                    self.timeline.last_step = step
+            for optimizer in self._guarded:
+                handle.guard(optimizer)
+            pending.blocked = time.perf_counter() - started
+            total = handle.metrics().state_bytes
+            message = f"step {step}: {size(total)}, training waited {pending.blocked * 1e3:.0f} ms"
             # on_event must not wait for the save: the callback that ends it is not attached yet.
             with callbacks.running():
-                run.report(Event("saving", step, run.rank, blocked, total, message))
-        finally:
-            handle.committed.add_done_callback(lambda future: ended.pop()(future))
+                run.report(Event("saving", step, run.rank, pending.blocked, total, message))
         # If the save has failed before its sources were staged, all ranks know it.
         has_failed = handle.staged.done() and handle.staged.exception() is not None
         if not options.async_saves or (check_replicas == "error" and has_failed):
@@ -330,31 +330,52 @@ class Saver:
         if step == exports.last_step:
             return False
         pending = Pending(step)
-        try:
-            handle = pending.handle = start(
-                # If this fails, all ranks are notified.
-                lambda: self._exported(export.entry, state),
-                lambda: export.target(step, exports.newest_valid),
-                RankGroup.of(run.process_group),
-                staging=self.options.staging,
-                timeout=run.timeout,
-                check_replicas="off",
-                # The model may be the same as in the checkpoint of this step.
-                warn_unchanged=False,
-                is_reported=True,
-            )
-        except Exception as error:
-            if _is_misuse(error):
-                raise
-            self._export_failed(step, error, time.perf_counter() - started)
-            self.check_for_errors()
-            return False
-        self.pending = pending
-        for optimizer in self._guarded:
-            handle.guard(optimizer)
-        ended = [functools.partial(self._export_ended, self.owner(), pending)]
-        handle.committed.add_done_callback(lambda future: ended.pop()(future))
+        with self._following(pending, self._export_ended) as has_begun:
+            try:
+                handle = start(
+                    # If this fails, all ranks are notified.
+                    lambda: self._exported(export.entry, state),
+                    lambda: export.target(step, exports.newest_valid),
+                    RankGroup.of(run.process_group),
+                    staging=self.options.staging,
+                    timeout=run.timeout,
+                    check_replicas="off",
+                    # The model may be the same as in the checkpoint of this step.
+                    warn_unchanged=False,
+                    is_reported=True,
+                    has_begun=has_begun,
+                )
+            except Exception as error:
+                if self.pending is pending or _is_misuse(error):
+                    raise
+                self._export_failed(step, error, time.perf_counter() - started)
+                self.check_for_errors()
+                return False
+            for optimizer in self._guarded:
+                handle.guard(optimizer)
         return True
+
+    @contextmanager
+    def _following(
+        self, pending: Pending, ended: Callable[[object, Pending, Future[Checkpoint]], None]
+    ) -> Iterator[Callable[[AsyncSave], None]]:
+        """Block that starts a save, and yields the function to call with its handle.
+
+        If the function was called, the save's thread calls ``ended`` after the save and after the
+        block, also if the block raises an exception.
+        """
+
+        def has_begun(handle: AsyncSave) -> None:
+            pending.handle = handle
+            self.pending = pending
+
+        try:
+            yield has_begun
+        finally:
+            if self.pending is pending:
+                # Futures keep their callbacks, so the callback drops its reference to the manager.
+                calls = [functools.partial(ended, self.owner(), pending)]
+                pending.handle.committed.add_done_callback(lambda future: calls.pop()(future))
 
     def _exported(self, entry: str, state: StateDict) -> StateDict:
         """Returns the state of the exported entry."""
@@ -376,7 +397,7 @@ class Saver:
                     f"{metrics.blocked_s * 1000:.0f} ms"
                 )
                 rank, step = self.run.rank, pending.step
-                self.exports.last_step = step
+                self.exports.succeeded(step)
                 self.run.report(
                     Event("exported", step, rank, metrics.total_s, metrics.bytes, message, metrics)
                 )
@@ -458,9 +479,7 @@ class Saver:
             expected,
         )
 
-    def _ended(
-        self, _owner: object, pending: Pending, blocked: float, future: Future[Checkpoint]
-    ) -> None:
+    def _ended(self, _owner: object, pending: Pending, future: Future[Checkpoint]) -> None:
         """Handles the result of a save, in the save's thread."""
         error = future.exception()
         seconds = pending.handle.metrics().total_s
@@ -469,7 +488,7 @@ class Saver:
             try:
                 if error is None or isinstance(error, OnCommitFailed):
                     if auto is not None:
-                        auto.saved(blocked, seconds)
+                        auto.saved(pending.blocked, seconds)
                     self._saved(pending)
                 else:
                     if auto is not None:

@@ -31,13 +31,17 @@ class Timeline:
         self._restored: int | None = None
         self._committed: int | None = None
 
-    def advance(self, step: int, overwrite: bool, wait: Callable[[], None]) -> None:
+    def advance(self, step: int, overwrite: bool, wait: Callable[[], None]) -> bool:
         """Advances training to a step, or rewinds it if ``overwrite`` is True.
 
         Only the first call communicates with rank 0.
 
         Args:
+            overwrite: this step and later steps may be replaced.
             wait: waits for the running save.
+
+        Returns:
+            True if training was rewound.
 
         Raises:
             FileExistsError: the root has this step or newer ones, and no step was restored.
@@ -63,16 +67,17 @@ class Timeline:
                     "If training was rewound on purpose, call restore(state, step=...) or "
                     f"save({step}, state, overwrite=True)."
                 )
+        if overwrite:
+            self._restored = step if self._restored is None else min(step, self._restored)
         if is_rewound:
             # Wait for the running save: its step becomes stale, too.
             wait()
-            self._restored = step
             self.last_step = None
             if self._run.rank == 0:
                 self._deletions.wait_until_idle()
-                self._deletions.rewound(step - 1)
-                self._warn_of_later_steps(f"training continues from step {step}", step)
+                self._rewound(step - 1, step, f"training continues from step {step}")
         self._current = step
+        return is_rewound
 
     def saved(self, step: int) -> None:
         """Records that a save has succeeded."""
@@ -96,9 +101,8 @@ class Timeline:
         self.last_step = self.last_complete = step
         # A manager that only reads leaves stale steps to the run that writes.
         if self._run.rank == 0 and not self._run.read_only:
-            self._deletions.restored(step)
-            if is_chosen:
-                self._warn_of_later_steps(f"step {step} was restored", step)
+            self._deletions.verified(step)
+            self._rewound(step, step, f"step {step} was restored" if is_chosen else "")
 
     @property
     def unsaved_step(self) -> int | None:
@@ -114,10 +118,24 @@ class Timeline:
         steps = [info.step for info in store.entries(leftovers=False)]
         return max([*steps, *(copy.step for copy in store.copies())], default=None)
 
-    def _warn_of_later_steps(self, why: str, step: int) -> None:
-        complete = self._run.store.entries(leftovers=False)
-        later = [info.step for info in complete if info.step > step]
-        if later:
+    def _rewound(self, newest: int, step: int, why: str) -> None:
+        """Makes the steps after the step ``newest`` stale, on rank 0, and warns of the steps after
+        the current step.
+
+        Args:
+            why: why there may be such steps; if it is empty, there is no warning.
+        """
+        try:
+            stale = self._deletions.rewound(newest)
+        except OSError as error:
+            # Do not raise: the other ranks have no error, and continue.
+            warn(
+                f"the steps after step {newest} could not be listed: {error}. A restart may "
+                "restore the newest of them, and they are not deleted when training passes them."
+            )
+            return
+        later = [other for other in stale if other > step]
+        if later and why:
             warn(
                 f"{why}, but the root has later steps ({later}). Training replaces each of them "
                 "when it reaches that step. Until then, a restart may restore the newest of "

@@ -105,16 +105,15 @@ def publish(
     """
     if removed:
         refuse_options(publish, removed)
-    chosen = NewVersion(**version_options(version, base, delta, keep))
-    target = version_target(root, format, options, chosen)
-    save(
+    chosen = version_options(version, base, delta, keep)
+    saved = save(
         state_dict,
-        lambda: target,
+        lambda: version_target(root, format, options, NewVersion(**chosen)),
         RankGroup.of(process_group, no_dist),
         timeout=timeout,
         check_replicas=check_replicas,
     )
-    return Version(int(Path(target.path).name), target.path)
+    return Version(int(Path(saved.path).name), saved.path)
 
 
 def async_publish(

@@ -184,7 +184,8 @@ class NewVersion:
             if self._keep is None:
                 return
             for step in self._keep.to_delete(steps.entries(leftovers=False)):
-                if not steps.delete(step):
+                # The version may have been pinned since it was listed.
+                if not steps.is_pinned(step) and not steps.delete(step):
                     LOGGER.info("version %d is being read, and will be deleted later", step)
         except Exception as error:
             LOGGER.error("%s: versions could not be deleted: %s", steps.root, error)

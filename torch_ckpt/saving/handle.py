@@ -601,6 +601,7 @@ def start(
     warn_unchanged: bool = True,
     check_replicas: str = "warn",
     is_reported: bool = False,
+    has_begun: Callable[[AsyncSave], None] = lambda _handle: None,
 ) -> AsyncSave:
     """Starts a background save of a snapshot of a state dict.
 
@@ -612,6 +613,8 @@ def start(
             :func:`torch_ckpt.async_save`.
         is_reported: the caller reports the error of the save. The error is then neither logged nor
             raised by the next save or :func:`check_for_errors`.
+        has_begun: called with the handle before the wait for the snapshot, which an interrupt can
+            end while the save continues.
 
     Raises:
         CheckpointException, CheckpointError, RuntimeError, ValueError: see
@@ -662,6 +665,7 @@ def start(
             save.fail(error)
         raise
     try:
+        has_begun(handle)
         if staging == "blocking":
             save.begin()
             wait_until_done(save.staged)

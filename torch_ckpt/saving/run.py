@@ -256,6 +256,8 @@ class SaveRun:
             with self._device_streams():
                 # First, because other ranks may wait for the connections of this rank.
                 files = target.files(state, own.items, reply.layout)
+                # The ranks may have chosen another place in the meantime.
+                metrics.path = target.path
                 checksums = b""
                 if own.copies:
                     with target.busy():

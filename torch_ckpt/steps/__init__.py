@@ -10,9 +10,6 @@ from torch_ckpt._base.system import local_path
 from torch_ckpt.checkpoint.marker import (
     LARGEST_STEP,
     MARKER_NAME,
-    MOST_MARKER_BYTES,
-    PINNED_NAME,
-    STEP_NAME,
     encoded_marker,
     parsed_marker,
     step_name,
@@ -23,9 +20,6 @@ from torch_ckpt.steps.step_store import StepInfo, StepStore
 __all__ = [
     "LARGEST_STEP",
     "MARKER_NAME",
-    "MOST_MARKER_BYTES",
-    "PINNED_NAME",
-    "STEP_NAME",
     "LocalSteps",
     "StepInfo",
     "StepStore",

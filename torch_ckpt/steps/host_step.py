@@ -28,7 +28,6 @@ class HostStep:
     """
 
     def __init__(self, disk: LocalSteps, step: int) -> None:
-        self.step = step
         self.directory = OpenDirectory(disk.path_of(step))
         self.path = self.directory.path
         try:

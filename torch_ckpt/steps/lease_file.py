@@ -144,7 +144,7 @@ class LeaseFile:
         with contextlib.suppress(OSError, RootInUse):
             directory = _core.Directory(self.root)
             try:
-                with _locked(directory, 0.0):
+                with locked(directory, 0.0):
                     found = _read(directory)
                     is_unused = not found.record.is_held and found.record.epoch == 1
                     if is_unused and directory.names() == [LEASE_NAME]:
@@ -195,7 +195,7 @@ class LeaseFile:
             with contextlib.ExitStack() as undo:
                 if claim:
                     undo.callback(_remove, directory, claim)
-                with _locked(directory):
+                with locked(directory):
                     found = _read_in(directory, wait=not claim)
                     if (found and found.version) != (expected and expected.version):
                         return None
@@ -356,7 +356,15 @@ def _remove(directory: _core.Directory, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(directory: _core.Directory, seconds: float | None = None) -> Iterator[None]:
+def locked(directory: _core.Directory, seconds: float | None = None) -> Iterator[None]:
+    """Block that holds the lock on a root (csrc/directory/root_lock.h).
+
+    Args:
+        seconds: how long to wait for another process; None for 30 seconds.
+
+    Raises:
+        RootInUse: another process has held the lock for so long.
+    """
     seconds = _LOCK_SECONDS if seconds is None else seconds
     lock = _core.RootLock(directory, seconds)
     try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
+from torch_ckpt._base.system import absolute
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.marker import (
@@ -24,7 +25,7 @@ from torch_ckpt.checkpoint.marker import (
 )
 from torch_ckpt.errors import RootInUse
 from torch_ckpt.options import WriteOptions
-from torch_ckpt.steps.lease_file import LeaseFile
+from torch_ckpt.steps.lease_file import LeaseFile, locked
 from torch_ckpt.steps.step_store import StepInfo, StepStore, info_of, refuse_checkpoint
 
 if TYPE_CHECKING:
@@ -34,13 +35,15 @@ if TYPE_CHECKING:
 class LocalSteps(StepStore):
     """The steps beneath a local directory.
 
-    Args:
+    Attributes:
         patience: seconds to wait until the files written by other ranks are visible.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, patience: float = 30.0) -> None:
-        super().__init__(os.path.abspath(root))
-        self.patience = patience
+    patience = 30.0
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        # Not os.path.abspath, which removes ``..`` after a symbolic link.
+        super().__init__(os.fspath(absolute(root)))
         self.protocol = _core.StepRoot(self.root)
 
     def lease_store(self) -> LeaseFile:
@@ -164,6 +167,11 @@ class LocalSteps(StepStore):
 
     def is_pinned(self, step: int) -> bool:
         return os.path.lexists(os.path.join(self._refreshed(step), PINNED_NAME))
+
+    def set_pinned(self, step: int, pinned: bool) -> None:
+        # With the lock, so that no save replaces the directory meanwhile.
+        with closing(OpenDirectory(self.root)) as root, locked(root):
+            super().set_pinned(step, pinned)
 
     def _set_pinned(self, step: int, pinned: bool) -> None:
         with closing(OpenDirectory(self.path_of(step))) as opened:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import SupportsIndex
@@ -210,14 +210,9 @@ class Retention:
             keep(filter(self.should_keep, complete), "should_keep")
         return found
 
-    def to_delete(self, steps: Iterable[StepInfo], protected: Collection[int] = ()) -> list[int]:
-        """Returns the complete steps to delete, in ascending order.
-
-        Args:
-            protected: steps to keep regardless of the rules.
-        """
-        reasons = self.reasons(steps)
-        return [step for step, why in reasons.items() if not why and step not in protected]
+    def to_delete(self, steps: Iterable[StepInfo]) -> list[int]:
+        """Returns the complete steps to delete, in ascending order."""
+        return [step for step, why in self.reasons(steps).items() if not why]
 
 
 def _spaced(steps: list[StepInfo], hours: float) -> Iterable[StepInfo]:

@@ -217,8 +217,8 @@ class TieredSteps(StepStore):
         )
         return TierTarget(
             self.disk,
+            self.root_steps,
             of_root,
-            lambda: self.root_steps.is_complete(step),
             step,
             options,
             attempt=attempt,
@@ -236,17 +236,20 @@ class TieredSteps(StepStore):
         _step, choice, addresses = self._chosen
         at, path = self.disk.path_of(step), self.root_steps.path_of(step)
         options = self._with_storage(options)
-        places: list[Files] = []
+        places: list[Callable[[], Files]] = []
         for own in self._listed:
             if (own.step, own.digest) == (step, choice.digest):
                 if own.has_all:
                     return Source(at, options)
-                places.append(PathFiles(at, own.files))
+                places.append(partial(PathFiles, at, own.files))
         places.append(
-            PeerFiles(step, choice.digest, choice.holders, addresses, self._rank, self._timeout)
+            partial(
+                PeerFiles,
+                *(step, choice.digest, choice.holders, addresses, self._rank, self._timeout),
+            )
         )
         if choice.is_in_root:
-            places.append(files_at(path, options))
+            places.append(partial(files_at, path, options))
         return TierSource(path, places, options)
 
     def copies(self, suspects: Collection[int] = ()) -> list[LocalCopy]:

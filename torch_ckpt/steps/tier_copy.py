@@ -31,6 +31,7 @@ copied.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +109,8 @@ class _Plan(NamedTuple):
 
     Attributes:
         seen: how often every rank was notified.
-        published: the saves that the root has now, or had, and that a host has not noted.
+        noted: the saves that the root has now, or had, and that all hosts have noted.
+        published: the other saves that the root has now, or had.
         fresh: those of them that no host has noted.
         unwanted: the saves to delete from the disks.
         save: the save to copy to the root; None if there is none.
@@ -118,6 +120,7 @@ class _Plan(NamedTuple):
     """
 
     seen: int
+    noted: list[SaveId]
     published: list[SaveId]
     fresh: list[SaveId]
     unwanted: list[SaveId]
@@ -179,6 +182,7 @@ class Copier:
         self.timeout = timeout
         self.target = target
         self._group = group
+        self._pid = os.getpid()
         self._on_published = on_published
         self._changed = threading.Condition()
         self._exchange: Exchange | None = None
@@ -222,11 +226,13 @@ class Copier:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the saves of this process are published, or a round has failed. Does not wait
-        in a callback of a copy.
+        in a callback of a copy, nor in a forked child, which has no thread.
 
         Returns:
             True if they are published.
         """
+        if os.getpid() != self._pid:
+            return not self._own
         with self._changed:
             notified, failures = self._notified, self._failures
             if threading.current_thread() is not self._thread:
@@ -240,14 +246,8 @@ class Copier:
         """Waits for the copies, at most for ``timeout`` seconds, and ends the thread. Logs the
         steps that are not published."""
         self.wait(timeout)
-        with self._changed:
-            was_closed, self._is_closed = self._is_closed, True
-            exchange, copy = self._exchange, self._copy
-            self._changed.notify_all()
-        if exchange is not None:
-            exchange.cancel(failure_of(CheckpointError("the program has ended")))
-        if copy is not None:
-            copy.stop()
+        was_closed = self._is_closed
+        self.end()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_END_SECONDS)
@@ -260,6 +260,17 @@ class Copier:
                 self.steps.disk.root,
                 self.unpublished(),
             )
+
+    def end(self) -> None:
+        """Ends the thread, without waiting for it."""
+        with self._changed:
+            self._is_closed = True
+            exchange, copy = self._exchange, self._copy
+            self._changed.notify_all()
+        if exchange is not None:
+            exchange.cancel(failure_of(CheckpointError("the program has ended")))
+        if copy is not None:
+            copy.stop()
 
     @classmethod
     def end_all(cls) -> None:
@@ -309,7 +320,7 @@ class Copier:
                         LOGGER.warning("steps could not be copied: %s", causes(error))
                 continue
             with self._changed:
-                self._own -= {*plan.published, *plan.unwanted}
+                self._own -= {*plan.noted, *plan.published, *plan.unwanted}
                 if plan.save is None and plan.shared is None:
                     self._seen = plan.seen
                 self._changed.notify_all()
@@ -342,7 +353,8 @@ class Copier:
 
     def _moved(self) -> int:
         """Returns a number that changes while this rank makes progress."""
-        return time.monotonic_ns() if self._copy is None else self._copy.moved()
+        copy = self._copy  # the copier's thread may set the attribute to None
+        return time.monotonic_ns() if copy is None else copy.moved()
 
     def _list(self) -> tuple[_Message, None]:
         with self._changed:
@@ -360,6 +372,7 @@ class Copier:
         return _Message(notified, copies, host, address), None
 
     def _choose(self, messages: list[_Message]) -> _Plan:
+        noted: list[SaveId] = []
         published: list[SaveId] = []
         fresh: list[SaveId] = []
         unwanted: list[SaveId] = []
@@ -370,8 +383,7 @@ class Copier:
                 unwanted.append(key)
                 continue
             if save.is_published:
-                # Not every host has noted it.
-                published.extend([] if save.is_noted else [key])
+                (noted if save.is_noted else published).append(key)
                 continue
             in_root = self.steps.root_key(save.step)
             if in_root == save.key:
@@ -392,6 +404,7 @@ class Copier:
         shared, from_others = self._choose_shared(complete, hosts)
         return _Plan(
             min(message.notified for message in messages),
+            noted,
             published,
             fresh,
             unwanted,

@@ -35,20 +35,41 @@ class TierSource(Source):
 
     Args:
         path: directory or URL of the step beneath the root, for messages.
-        places: the places. A file is read from the first place that has it. Closed with this
-            object.
+        places: open the places, in the load, so that an error of one rank ends the load of all
+            ranks. A file is read from the first place that has it. Closed with this object.
         options: see :class:`torch_ckpt.ReadOptions`.
     """
 
-    def __init__(self, path: str, places: Sequence[Files], options: ReadOptions) -> None:
+    def __init__(
+        self, path: str, places: Sequence[Callable[[], Files]], options: ReadOptions
+    ) -> None:
         super().__init__(path, options)
-        self._folder = _TierFolder(path, places)
+        self._places = places
 
     def _open(self, names: Sequence[str]) -> tuple[bytes, str]:
-        folder = self._folder
+        folder = _TierFolder(str(self.path), _opened(self._places))
         self.directory = folder  # type: ignore[assignment]  # has the calls that a load makes
         data = folder.read(METADATA_NAME, MAX_METADATA_BYTES)
         return data, os.path.join(folder.path, METADATA_NAME)
+
+
+def _opened(places: Sequence[Callable[[], Files]]) -> list[Files]:
+    """Opens the places that exist; a process may have deleted one of several.
+
+    Raises:
+        OSError: no place can be opened.
+    """
+    opened: list[Files] = []
+    failure: OSError | None = None
+    for place in places:
+        try:
+            opened.append(place())
+        except OSError as error:
+            LOGGER.warning("%s; another host or the root may have the files", error)
+            failure = error
+    if failure is not None and not opened:
+        raise failure
+    return opened
 
 
 class _TierFolder(StreamFolder):

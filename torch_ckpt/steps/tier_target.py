@@ -48,7 +48,7 @@ from torch_ckpt.saving.write import Written
 from torch_ckpt.steps.host_step import drop
 from torch_ckpt.steps.local import LocalSteps
 from torch_ckpt.steps.local_copy import digest_of
-from torch_ckpt.steps.step_store import refuse_complete_step
+from torch_ckpt.steps.step_store import StepStore, refuse_complete_step
 from torch_ckpt.stores.folder import StreamFolder
 
 
@@ -57,8 +57,8 @@ class TierTarget(CheckpointTarget):
 
     Args:
         disk: the steps on the disk of this host.
+        root: the steps beneath the root.
         of_root: creates the target of the step beneath the root.
-        is_in_root: returns True if the step is complete beneath the root. Called on rank 0.
         step: step number.
         options: the options of the save.
         attempt, may_replace, marker: see :meth:`StepStore.target`.
@@ -72,8 +72,8 @@ class TierTarget(CheckpointTarget):
     def __init__(
         self,
         disk: LocalSteps,
+        root: StepStore,
         of_root: Callable[[], Target],
-        is_in_root: Callable[[], bool],
         step: int,
         options: WriteOptions,
         *,
@@ -92,8 +92,8 @@ class TierTarget(CheckpointTarget):
         self._straight_steps = straight
         self._digest = b""
         self._disk = disk
+        self._root = root
         self._of_root = of_root
-        self._is_in_root = is_in_root
         self._step = step
         self._unfinished = _core.unfinished_step_name(step_name(step), attempt)
         self._may_replace = may_replace
@@ -113,9 +113,9 @@ class TierTarget(CheckpointTarget):
         self.discard()
         self._rank, self._ranks = rank, ranks
         if rank == 0 and not self._may_replace:
-            for is_complete in (self._is_in_root, lambda: self._disk.is_complete(self._step)):
-                if is_complete():
-                    refuse_complete_step(self.path)
+            for steps in (self._root, self._disk):
+                if steps.is_complete(self._step):
+                    refuse_complete_step(steps.path_of(self._step))
         make_private(self._disk.root)
         is_taken = self._disk.is_complete(self._step)
         if is_taken:
@@ -198,6 +198,7 @@ class TierTarget(CheckpointTarget):
     def _open_root(self) -> Target:
         target = self._of_root()
         target.timeout, target.expected_bytes = self.timeout, self.expected_bytes
+        self.path = target.path
         return target
 
     def undo(self, written: Written) -> None:

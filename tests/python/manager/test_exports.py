@@ -224,3 +224,41 @@ def test_wrong_options_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         torch_ckpt.Export("exports", **options)
+
+
+def test_an_exported_version_is_not_stale_for_a_later_export(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.manager(interval=10) as manager:
+        manager.save(10, run.at(10))
+        manager.wait_until_finished()
+        manager.restore(run.state)
+        manager.export(30, run.at(30))
+        assert "a new version must have a larger number" in failed_export(manager, 20, run)
+    assert run.versions() == {30: 30}
+
+
+def test_exports_are_due_if_each_save_may_overwrite(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=2)
+    with run.manager(interval=1) as manager:
+        for step in range(1, 4):
+            manager.save(step, run.at(step), overwrite=True)
+            manager.wait_until_finished()
+    assert run.versions() == {3: 3}
+
+
+def test_a_relative_directory_is_resolved_when_the_export_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    export = torch_ckpt.Export("exports")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert export.root == str(tmp_path / "exports")
+
+
+@pytest.mark.parametrize("form", ["file://{}", "{}/../steps", "{}/"])
+def test_another_form_of_the_root_is_refused(tmp_path: Path, form: str) -> None:
+    root = tmp_path / "steps"
+    root.mkdir()
+    with pytest.raises(ValueError, match="exports need another directory than the steps"):
+        torch_ckpt.CheckpointManager(root, export=torch_ckpt.Export(form.format(root)))

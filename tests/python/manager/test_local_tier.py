@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import warnings
-from contextlib import suppress
+from contextlib import closing, suppress
 from errno import EIO, ENOSPC
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +20,13 @@ import torch
 import torch_ckpt
 from tests.fault_hooks import at_fault_points, failing, held
 from tests.object_server import BUCKET, ObjectServer
-from torch_ckpt import CheckpointError, CheckpointManager, WriteOptions
+from torch_ckpt import CheckpointError, CheckpointManager, ReadOptions, WriteOptions
+from torch_ckpt.events import Event
 from torch_ckpt.manager import LocalTier, SaveOptions
-from torch_ckpt.steps import tier_copy, tier_target
+from torch_ckpt.steps import LocalSteps, open_steps, tier_copy, tier_target
+from torch_ckpt.steps.host_step import PUBLISHED_NAME
+from torch_ckpt.steps.tier_files import PathFiles, TierSource
+from torch_ckpt.training import save_checkpoint
 
 #: A path of the copies beneath the root.
 COPIED = "*/root/*.distcp.*.part"
@@ -440,3 +446,85 @@ def test_options_out_of_range_are_refused(disk: Path) -> None:
         LocalTier(disk, peers=-1)
     with pytest.raises(ValueError, match="bytes_per_second must be positive"):
         LocalTier(disk, bytes_per_second=0)
+
+
+def test_a_save_that_is_published_before_it_is_reported_counts_as_published(
+    root: Path, disk: Path
+) -> None:
+    copied = threading.Event()
+
+    def copy_first(event: Event) -> None:
+        if event.kind == "saved" and event.step == 2:
+            manager._tier._copier.notify()  # type: ignore[union-attr]
+            assert copied.wait(30)
+
+    with manager_of(
+        root, disk, on_event=copy_first, saves=SaveOptions(on_commit=lambda _step: None)
+    ) as manager:
+        save(manager, 1)
+        with at_fault_points(lambda *_point: copied.set() if is_noted(disk, 2) else None):
+            save(manager, 2)
+
+
+def is_noted(disk: Path, step: int) -> bool:
+    """True if a step on the disk is noted as complete beneath the root."""
+    return any(disk.glob(f"*/{step:010d}/{PUBLISHED_NAME}"))
+
+
+def test_an_error_names_the_step_beneath_the_root(root: Path, disk: Path) -> None:
+    with manager_of(root, disk) as manager:
+        save(manager, 1)
+        save_checkpoint(root, 2, state_of(2))
+        manager.save(2, state_of(2))
+        with pytest.raises(FileExistsError) as caught:
+            manager.wait_until_finished()
+    assert caught.value.filename == str(root / "0000000002")
+
+
+def test_leftovers_on_the_disk_that_cannot_be_removed_do_not_stop_training(
+    root: Path, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        mock.patch.object(LocalSteps, "sweep", side_effect=OSError(EIO, "I/O error")),
+        manager_of(root, disk) as manager,
+    ):
+        save(manager, 1)
+    assert "leftovers of interrupted saves could not be removed" in caplog.text
+
+
+def test_an_interrupt_of_close_releases_the_lease(
+    root: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(root, disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_copy.Copier, "wait", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            manager.close()
+    left = open_steps(root).lease_store().read()
+    assert left is None or not left.record.is_held
+
+
+def test_a_manager_that_is_dropped_ends_its_copies(root: Path, disk: Path) -> None:
+    with held("pwrite", COPIED) as gate:
+        manager = manager_of(root, disk)
+        save(manager, 1, published=False)
+        gate.wait()
+        [thread] = [t for t in threading.enumerate() if t.name == "torch_ckpt copies"]
+        with pytest.warns(ResourceWarning, match="was deleted without close"):
+            del manager
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_disk_that_has_lost_the_step_since_it_was_listed_is_not_read(
+    root: Path, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(root, preemption=None) as manager:
+        manager.save(1, state_of(1))
+    step = str(root / "0000000001")
+    places = [partial(PathFiles, str(disk / "lost")), partial(PathFiles, step)]
+    with closing(TierSource(step, places, ReadOptions())) as source:
+        source.open()
+        assert source.index is not None
+        assert sorted(source.index.names()) == ["step", "t", "u"]
+    assert "another host or the root may have the files" in caplog.text

@@ -9,9 +9,10 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from errno import EACCES, EROFS
+from errno import EACCES, EIO, EROFS
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -35,8 +36,10 @@ from tests.managers import (
     training_of,
 )
 from tests.support import assert_equal, data_files, no_warnings, save
-from torch_ckpt import CheckpointError, CheckpointManager, Retention
+from torch_ckpt import CheckpointError, CheckpointManager, Retention, RootInUse
 from torch_ckpt.manager import AutoInterval, Preemption, SaveOptions
+from torch_ckpt.saving import handle
+from torch_ckpt.steps import open_steps
 from torch_ckpt.steps.root_lease import LEASE_NAME
 
 # --- saving and restoring -------------------------------------------------------------------------
@@ -514,3 +517,80 @@ def test_a_root_that_another_run_removes_meanwhile_is_not_taken_for_a_file(
     monkeypatch.setattr(os.path, "isdir", is_directory_after_removal)
     with CheckpointManager(root, preemption=None) as manager:
         assert manager.steps() == []
+
+
+def test_the_steps_that_a_manager_was_given_keep_their_own_lease(root: Path) -> None:
+    steps = open_steps(root)
+    with manager_of(steps) as made:
+        made.save(1, state_of(1))
+        with manager_of(steps, read_only=True):
+            pass
+        made.save(2, state_of(2))
+        made.wait_until_finished()
+        (root / ".lease").unlink()
+        with pytest.raises(RootInUse):
+            made._store.delete(1)
+    assert steps.delete(1)
+    assert [info.step for info in steps.entries()] == [2]
+
+
+def test_a_parent_of_a_link_is_the_parent_of_its_target(tmp_path: Path) -> None:
+    (tmp_path / "other" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "other" / "inner")
+    root = f"{tmp_path}/link/../run"
+    with manager_of(root) as made:
+        made.save(1, state_of(1))
+    assert sorted(path.name for path in (tmp_path / "other" / "run").glob("0*")) == ["0000000001"]
+    state = state_of(0)
+    torch_ckpt.load(state, root)
+    assert_equal(state, state_of(1))
+
+
+def test_an_object_that_cannot_be_guarded_is_refused_and_the_manager_closes(root: Path) -> None:
+    class Scheduler:
+        pass
+
+    scheduler = Scheduler()
+    with manager_of(root) as made:
+        made.guard(scheduler)  # type: ignore[arg-type]
+        with pytest.raises(AttributeError, match="param_groups"):
+            made.save(1, state_of(1))
+    assert made.all_steps() == [1]
+
+
+def test_an_interrupt_of_the_wait_for_the_copy_does_not_lose_the_save(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = CheckpointManager(root, preemption=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(handle, "wait_until_done", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            made.save(1, state_of(1))
+    assert made.is_saving or made.last_step == 1
+    made.close()
+    assert made.last_step == 1
+    assert made.all_steps() == [1]
+
+
+def test_later_steps_that_cannot_be_listed_are_a_warning(make: Make, root: Path) -> None:
+    made = make()
+    train(made, [1, 2])
+    made.wait_until_finished()
+    with (
+        mock.patch.object(made._store, "entries", side_effect=OSError(5, "I/O error")),
+        pytest.warns(UserWarning, match="the steps after step 0 could not be listed: .*I/O error"),
+    ):
+        made.save(1, state_of(1), overwrite=True)
+    made.wait_until_finished()
+    assert made.last_step == 1
+
+
+def test_a_step_whose_save_has_failed_may_be_overwritten_by_a_retry(root: Path) -> None:
+    with manager_of(root, on_save_error="warn_and_continue") as made:
+        with failing("fsync_directory", EIO, root):
+            made.save(1, state_of(1))
+            made.wait_until_finished()
+        assert made.all_steps() == [1], "its durability is uncertain"
+        assert made.save(1, state_of(1), overwrite=True)
+        made.wait_until_finished()
+        assert made.last_step == 1

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.fault_hooks import before, failing, held
+from tests.forked import in_fork
 from tests.local_steps import listed, saved
 from tests.managers import (
     Make,
@@ -208,3 +209,32 @@ def test_a_callback_of_another_managers_deletion_waits_for_the_thread(tmp_path: 
     elsewhere.close()
     here.close()
     assert seen == [TWO]
+
+
+def test_a_step_that_is_pinned_during_the_deletions_stays(tmp_path: Path) -> None:
+    store = steps(tmp_path)
+    saved(store, 3)
+    made = deletions(store, lambda _event: store.set_pinned(2, True))
+    made.after_commit(3)
+    made.close()
+    assert listed(store) == [(2, "complete"), (3, "complete")]
+
+
+def test_after_a_rewind_no_step_is_passed_until_training_reaches_it(store: LocalSteps) -> None:
+    made = deletions(store)
+    made.after_commit(1)
+    made.after_commit(2)
+    made.wait_until_idle()
+    saved(store, 1)
+    made.rewound(0)
+    made.repeat()
+    made.close()
+    assert listed(store) == ONE + TWO
+
+
+def test_a_forked_child_does_not_wait_for_the_thread_of_its_parent(store: LocalSteps) -> None:
+    made = deletions(store)
+    made.wait_until_idle()
+    in_fork(lambda: made.run_in_order(lambda: store.delete(1)))
+    assert listed(store) == TWO
+    made.close()

@@ -102,7 +102,7 @@ KEPT: dict[str, tuple[dict[str, Any], list[StepInfo], list[int]]] = {
 @pytest.mark.parametrize("case", KEPT)
 def test_the_rules_keep_these_steps(case: str) -> None:
     rules, steps, expected = KEPT[case]
-    gone = Retention(**rules).to_delete(steps, set())
+    gone = Retention(**rules).to_delete(steps)
     assert [step.step for step in steps if step.complete and step.step not in gone] == expected
 
 
@@ -133,7 +133,7 @@ def test_rules_add_up() -> None:
         11: ["last 2"],
         12: ["the newest", "last 2"],
     }
-    assert rules.to_delete(steps, {9}) == [2, 4, 6, 8]
+    assert rules.to_delete(steps) == [2, 4, 6, 8, 9]
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -257,7 +257,7 @@ _KEEPERS: dict[str, Callable[[StepInfo], bool]] = {
 }
 
 
-def model(steps: list[StepInfo], rules: dict[str, Any], mode: str, protected: set[int]) -> set[int]:
+def model(steps: list[StepInfo], rules: dict[str, Any], mode: str) -> set[int]:
     """Returns the steps to delete, by checking for each step whether any rule keeps it."""
     complete = {step.step: step for step in steps if step.state == "complete"}
 
@@ -298,7 +298,6 @@ def model(steps: list[StepInfo], rules: dict[str, Any], mode: str, protected: se
             not rules
             or newer(one) == 0
             or complete[one].pinned
-            or one in protected
             or newer(one) < rules.get("keep_last", 0)
             or ("keep_every" in rules and one % rules["keep_every"] == 0)
             or ("keep_every_hours" in rules and hours_keep(one))
@@ -314,7 +313,6 @@ def model(steps: list[StepInfo], rules: dict[str, Any], mode: str, protected: se
     rules=_RULES,
     mode=st.sampled_from(["min", "max"]),
     by_function=st.booleans(),
-    protected=st.sets(st.integers(0, 60), max_size=3),
     shuffle=st.randoms(use_true_random=False),
 )
 def test_deletions_match_those_of_a_simple_model(
@@ -322,7 +320,6 @@ def test_deletions_match_those_of_a_simple_model(
     rules: dict[str, Any],
     mode: str,
     by_function: bool,
-    protected: set[int],
     shuffle: Any,
 ) -> None:
     steps = [
@@ -340,5 +337,5 @@ def test_deletions_match_those_of_a_simple_model(
         name: _KEEPERS[value] if name == "should_keep" else value for name, value in rules.items()
     }
     metric: Any = (lambda metrics: metrics["loss"]) if by_function else "loss"
-    found = Retention(**given_rules, best_metric=metric, best_mode=mode).to_delete(steps, protected)
-    assert found == sorted(model(steps, rules, mode, protected))
+    found = Retention(**given_rules, best_metric=metric, best_mode=mode).to_delete(steps)
+    assert found == sorted(model(steps, rules, mode))

@@ -24,7 +24,7 @@ ELSEWHERE = {"host": "elsewhere", "boot": "other", "pids": "1", "pid": 1, "start
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every directory one of a network file system that hides the locks of other hosts."""
     monkeypatch.setattr(_core.Directory, "is_local", False)
-    monkeypatch.setattr(lease_file, "_locked", lambda *_arguments: nullcontext())
+    monkeypatch.setattr(lease_file, "locked", lambda *_arguments: nullcontext())
     monkeypatch.setattr(lease_file, "_PAUSE_SECONDS", 0.001)
 
 

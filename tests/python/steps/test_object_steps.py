@@ -30,8 +30,8 @@ from tests.object_steps import (
 )
 from tests.support import assert_equal, cause_of, save_step, start_step
 from torch_ckpt import ReadOptions, WriteOptions
-from torch_ckpt.checkpoint.marker import DELETED_NAME, LAST_SAVED_NAME
-from torch_ckpt.steps import MARKER_NAME, MOST_MARKER_BYTES, open_steps
+from torch_ckpt.checkpoint.marker import DELETED_NAME, LAST_SAVED_NAME, MOST_MARKER_BYTES
+from torch_ckpt.steps import MARKER_NAME, open_steps
 from torch_ckpt.steps.object_steps import ObjectSteps
 from torch_ckpt.stores import Entry, ObjectStore
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint

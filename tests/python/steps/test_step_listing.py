@@ -15,7 +15,8 @@ from tests.fault_hooks import at_fault_points, before
 from tests.local_steps import ATTEMPT, listed, names, saved, state, unfinished, value_of
 from tests.support import assert_equal
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.steps import MARKER_NAME, PINNED_NAME, LocalSteps, StepInfo, open_steps
+from torch_ckpt.checkpoint.marker import PINNED_NAME
+from torch_ckpt.steps import MARKER_NAME, LocalSteps, StepInfo, open_steps
 
 #: A leftover of an interrupted deletion of step 2.
 DELETED = "0000000002.deleted-5f0c19ab"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.fault_hooks import at_fault_points, before, failing
 from tests.local_steps import ATTEMPT, failure, listed, names, saved, state, unfinished, value_of
 from tests.support import assert_equal, cause_of, save_step, stock_load
-from torch_ckpt import WriteOptions
+from torch_ckpt import RootInUse, WriteOptions, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.marker import read_marker
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
@@ -314,3 +315,32 @@ def test_a_file_system_of_unknown_free_space_is_tried(ram_disk: Path) -> None:
     store = LocalSteps(ram_disk / "run")
     saved(store, 3)
     assert listed(store) == [(3, "complete")]
+
+
+def test_a_pin_that_is_set_during_a_replacing_save_is_kept(tmp_path: Path) -> None:
+    store = LocalSteps(tmp_path)
+    saved(store, 1)
+    pinning = threading.Thread(target=store.set_pinned, args=(1, True))
+
+    def pin() -> None:
+        pinning.start()
+        # The pin waits for the lock, or is set before the rename.
+        pinning.join(0.2)
+
+    with before("rename", pin, tmp_path / "0000000001"):
+        saved(store, 1, may_replace=True)
+    pinning.join()
+    assert store.is_pinned(1)
+
+
+def test_a_step_is_not_deleted_while_another_process_holds_the_lock_on_the_root(
+    tmp_path: Path,
+) -> None:
+    store = LocalSteps(tmp_path)
+    saved(store, 1)
+    with closing(OpenDirectory(tmp_path)) as root:
+        lock = _core.RootLock(root, 0.0)
+        with pytest.raises(RootInUse, match="another process has held the lock on this root"):
+            store.delete(1)
+        lock.release()
+    assert store.delete(1)
