@@ -20,7 +20,7 @@ from torch_ckpt.events import Event
 Make = Callable[..., CheckpointManager]
 
 #: Parts of warnings.
-LATER = "but the root has later steps"
+LATER = "but there are later steps"
 PASSED = "; (falling back to step|no step is left)"
 UNMARKED = "not restoring directories without write_completed"
 

@@ -125,7 +125,7 @@ Result<bool> StepRoot::remove(const std::string& name, const LeaseBytes& lease) 
     {
       auto lock = RootLock::take(*root);
       if (!lock) return lock.error();
-      if (!lock->is_held()) return locked_root(*root);
+      if (!lock->is_held()) return false;
       TC_TRY(require_lease(*root, lease));
       // A save may have replaced the directory since it was opened.
       auto is_same = root->leads_to(name, *opened);

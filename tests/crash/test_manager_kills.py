@@ -39,7 +39,7 @@ from torch_ckpt._base.formatting import plural
 pytestmark = [
     pytest.mark.full,
     pytest.mark.timeout(3600 if TORTURE else 300),
-    pytest.mark.filterwarnings("ignore:step .* was restored, but the root has later steps"),
+    pytest.mark.filterwarnings("ignore:step .* was restored, but there are later steps"),
 ]
 
 #: Number of kills by the number of ranks.

@@ -44,20 +44,20 @@ def process_group() -> Iterator[None]:
     """Initializes the process group of the ranks that torchrun has started, during a block.
 
     Raises:
-        CheckpointError: the ranks cannot be reached.
+        CheckpointError: the process group could not be initialized, or a call of it failed.
     """
     try:
         dist.init_process_group("gloo")
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the other ranks cannot be reached: "
-            f"{first_line(error)}. Start all ranks with torchrun, or unset WORLD_SIZE to examine "
-            "the directory on this host only"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the process group could not be "
+            f"initialized: {first_line(error)}. Start all ranks with torchrun, or unset WORLD_SIZE "
+            "to examine the directory on this host only"
         ) from error
     try:
         yield
     except RuntimeError as error:  # torch's DistError, for example
-        raise CheckpointError(f"a rank has ended or failed: {first_line(error)}") from error
+        raise CheckpointError(f"the examination failed: {first_line(error)}") from error
     finally:
         dist.destroy_process_group()
 

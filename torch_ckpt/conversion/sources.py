@@ -369,8 +369,8 @@ class TorchInput(Input):
 
 
 class _HiddenTensors(pickle.Pickler):
-    """Refuses an object with meta tensors, which are not in its dicts, lists and tuples: their data
-    would be lost.
+    """Refuses an object that still has meta tensors. Their data would be lost, because only tensors
+    in dicts, lists and tuples are read.
 
     Args:
         title: names the object in the error.

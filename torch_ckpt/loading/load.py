@@ -561,7 +561,9 @@ class LoadRun:
     def _add_tied(self) -> None:
         """Counts a missing tensor as loaded if a loaded tensor has the same memory."""
         report = self.report
-        memories = {key: memory_of(value) for key, value in self._state_dict.items()}
+        values = self._state_dict.items()
+        # A meta tensor is replaced by a tensor of its own.
+        memories = {k: memory_of(v) for k, v in values if not getattr(v, "is_meta", False)}
         loaded = {memories.get(name) for name in report.loaded} - {None}
         tied = [name for name in report.missing if memories.get(name) in loaded]
         report.loaded += tied
@@ -638,8 +640,7 @@ def _require_replaceable(state_dict: StateDict) -> None:
     others = [repr(key) for key in state_dict if not isinstance(key, str)]
     if others:
         raise TypeError(
-            f"the keys of the state must be texts, got {some_of(others)}. Load into a dict with "
-            "their texts as keys"
+            f"the keys of the state must be texts, got {some_of(others)}. Use str(key) as the key"
         )
 
 

@@ -357,8 +357,8 @@ def _require_states(state_dict: dict[str, Any]) -> None:
     for key, value in state_dict.items():
         if isinstance(value, torch.optim.Optimizer) and not value.state:
             raise ValueError(
-                f"{key}: this optimizer has no state yet, so dcp.load, which a load with a planner "
-                "calls, would not restore it. Load without a planner, or pass "
+                f"{key}: this optimizer has no state yet. A load with a planner calls dcp.load, "
+                "which would not restore it. Load without a planner, or pass "
                 "get_optimizer_state_dict(model, optimizer) from "
                 "torch.distributed.checkpoint.state_dict."
             )

@@ -784,7 +784,8 @@ class CheckpointManager:
             self._store.forget(step)
         if not self._deletions.run_in_order(lambda: self._store.delete(step)):
             raise CheckpointError(
-                f"step {step} of {self._store.root} is being saved or loaded. Try again later."
+                f"step {step} of {self._store.root} is being saved or loaded, or another process "
+                "holds the lock on the root. Try again later."
             )
 
     # --- private ---------------------------------------------------------------------------------

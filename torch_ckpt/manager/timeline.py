@@ -41,7 +41,7 @@ class Timeline:
             wait: waits for the running save.
 
         Returns:
-            True if training was rewound.
+            True if training was rewound, or may have been before the first save.
 
         Raises:
             FileExistsError: the root has this step or newer ones, and no step was restored.
@@ -77,7 +77,7 @@ class Timeline:
                 self._deletions.wait_until_idle()
                 self._rewound(step - 1, step, f"training continues from step {step}")
         self._current = step
-        return is_rewound
+        return is_rewound or (overwrite and previous is None)
 
     def saved(self, step: int) -> None:
         """Records that a save has succeeded."""
@@ -137,7 +137,7 @@ class Timeline:
         later = [other for other in stale if other > step]
         if later and why:
             warn(
-                f"{why}, but the root has later steps ({later}). Training replaces each of them "
+                f"{why}, but there are later steps ({later}). Training replaces each of them "
                 "when it reaches that step. Until then, a restart may restore the newest of "
                 "them. Call delete() to remove them now.",
             )

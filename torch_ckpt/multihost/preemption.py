@@ -84,8 +84,7 @@ class PreemptionWatch:
         #: Returns the ranks for which :func:`current_watch` finds this watch.
         self.group: Callable[[], RankGroup | None] = lambda: None
         self._rank = group.rank
-        # The program may change its working directory.
-        self._file = os.fspath(absolute(file)) if file is not None else None
+        self._file = _absolute(file)
         self._poll_seconds = poll_seconds
         self._timeout = timeout
         # Messages to the thread. Signal handlers may call put() on it.
@@ -131,7 +130,7 @@ class PreemptionWatch:
     def watches(self, signals: Iterable[int], file: str | os.PathLike[str] | None) -> bool:
         """Returns True if the watch already covers the given signals and file. ``file=None`` means
         no file."""
-        is_file = file is None or os.fspath(file) == self._file
+        is_file = file is None or _absolute(file) == self._file
         return is_file and set(signals) <= set(self._before)
 
     def reached(self, step: int) -> bool:
@@ -308,6 +307,12 @@ class PreemptionWatch:
             return ranks.exchange("preemption", post, largest)[0]
         except CheckpointException as error:
             raise explained(error, _NAME, ranks.rank, self._timeout) from error
+
+
+def _absolute(file: str | os.PathLike[str] | None) -> str | None:
+    """Returns an absolute path, because the program may change its working directory. Returns None
+    if there is no file."""
+    return os.fspath(absolute(file)) if file is not None and os.fspath(file) else None
 
 
 def _name(number: int) -> str:

@@ -613,8 +613,8 @@ def start(
             :func:`torch_ckpt.async_save`.
         is_reported: the caller reports the error of the save. The error is then neither logged nor
             raised by the next save or :func:`check_for_errors`.
-        has_begun: called with the handle before the wait for the snapshot, which an interrupt can
-            end while the save continues.
+        has_begun: called with the handle before this function waits for the snapshot. An interrupt
+            can end this wait, but not the save.
 
     Raises:
         CheckpointException, CheckpointError, RuntimeError, ValueError: see

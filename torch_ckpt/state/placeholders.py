@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import _C, _core
 from torch_ckpt.checkpoint.dtypes import loses_precision
+from torch_ckpt.state.splitting import OBJECTS
 
 StateDict = dict[str, Any]
 
@@ -44,6 +47,25 @@ class Stored:
     def names(self) -> list[str]:
         """Fully qualified names, in the order of the metadata."""
         return self.index.names()
+
+    @cached_property
+    def object_keys(self) -> list[str]:
+        """The keys of the values whose state torch_ckpt has split (splitting.py)."""
+        end = f".{OBJECTS}"
+        return [name.removesuffix(end) for name in self.names if name.endswith(end)]
+
+    @cached_property
+    def _sorted(self) -> list[tuple[str, int]]:
+        """The names, sorted, with their places in the metadata."""
+        return sorted((name, place) for place, name in enumerate(self.names))
+
+    def beneath(self, prefix: str) -> list[str]:
+        """Returns the names that begin with a prefix, in the order of the metadata."""
+        begin = bisect.bisect_left(self._sorted, (prefix, 0))
+        found = itertools.takewhile(
+            lambda item: item[0].startswith(prefix), itertools.islice(self._sorted, begin, None)
+        )
+        return [name for name, _place in sorted(found, key=operator.itemgetter(1))]
 
     def __contains__(self, name: str) -> bool:
         return name in self.index

@@ -47,7 +47,7 @@ Path: TypeAlias = tuple[Any, ...]
 
 class ModuleValue(Placeholder):
     """Loads a value of a module that is not filled in place: its extra state, or an object. The
-    checkpoint has a tensor, an object, or the leaves of a dict or list.
+    checkpoint has an object or, if stock torch saved it, a tensor or the leaves of a dict or list.
 
     Args:
         own: the value.
@@ -58,18 +58,22 @@ class ModuleValue(Placeholder):
         self._own = own
         self._leaves: StateTarget | None = None
 
+    @property
+    def text_keys(self) -> list[str]:
+        """See :class:`StateTarget`."""
+        return [] if self._leaves is None else self._leaves.text_keys
+
     def choose(self, stored: Stored, name: str) -> dict[str, Any]:
         self._leaves = None
-        if name in stored:
-            device = self._own.device if isinstance(self._own, torch.Tensor) else None
-            tensor = stored.is_tensor(name) and stored.meta_tensor(name, device or _CPU)
-            return {name: self if tensor is False else tensor}
-        leaves = StateTarget(name, self._own, is_stateful=True, keys=())
-        found = leaves.choose(stored, name)
-        if found.keys() == {f"{name}.{OBJECTS}"}:
-            return {name: self}
-        self._leaves, self.values = leaves, leaves.values
-        return found
+        if name in stored or not stored.beneath(f"{name}."):
+            device = self._own.device if isinstance(self._own, torch.Tensor) else _CPU
+            return {name: stored.meta_tensor(name, device) if stored.is_tensor(name) else self}
+        leaves = self._leaves = StateTarget(name, self._own, is_stateful=True, keys=())
+        self.values = leaves.values
+        return leaves.choose(stored, name)
+
+    def refusals(self, stored: Stored, is_chosen: Callable[[str], bool]) -> list[str]:
+        return [] if self._leaves is None else self._leaves.refusals(stored, is_chosen)
 
     def loaded(self) -> Any:
         """Returns the loaded value, or the own value if nothing was loaded."""
@@ -99,6 +103,13 @@ class ModuleTarget(dict[str, Any]):
                 self[names[name]] = value
             else:
                 self[names[name]] = ModuleValue(value)
+
+    @property
+    def text_keys(self) -> list[str]:
+        """See :class:`StateTarget`."""
+        return [
+            key for part in self.values() if isinstance(part, ModuleValue) for key in part.text_keys
+        ]
 
     def state(self) -> dict[str, Any]:
         """Returns the module's own state dict with the loaded values."""
@@ -196,8 +207,9 @@ class StateTarget(Placeholder):
             names = [key]
         else:
             names = self.beneath(stored)
-            if not names and self._is_stateful and next(self._lacking(()), None) is None:
-                # Stock torch stores nothing for an empty state.
+            is_empty = not names and next(self._lacking(()), None) is None
+            if is_empty and self._is_stateful and not stored.object_keys:
+                # Stock torch stores nothing for an empty state; torch_ckpt stores an object.
                 return {}
             if self._is_per_rank(stored, names):
                 names = []
@@ -229,16 +241,12 @@ class StateTarget(Placeholder):
         return {**chosen, **self._chosen, **self._lacking_tensors}
 
     def beneath(self, stored: Stored) -> list[str]:
-        """Returns the stored names that begin with the key, and not with a longer key, of the
-        mapping or of a stored value that the mapping lacks."""
-        prefix, end = f"{self._key}.", f".{OBJECTS}"
-        keys = [name.removesuffix(end) for name in stored.names if name.endswith(end)]
-        longer = tuple(f"{k}." for k in (*self._keys, *keys) if k.startswith(prefix))
-        return [
-            name
-            for name in stored.names
-            if name.startswith(prefix) and not f"{name}.".startswith(longer)
-        ]
+        """Returns the stored names that begin with the key. Leaves out the names that begin with a
+        longer key. The mapping may lack this key."""
+        prefix = f"{self._key}."
+        keys = (*self._keys, *stored.object_keys)
+        longer = tuple(f"{key}." for key in keys if key.startswith(prefix))
+        return [n for n in stored.beneath(prefix) if not f"{n}.".startswith(longer)]
 
     def _is_per_rank(self, stored: Stored, names: Iterable[str]) -> bool:
         """Returns True if the value was saved as PerRank, and not as a dict with such keys."""

@@ -300,7 +300,7 @@ class States:
                 state = part.state()
                 self._replaced += part.replaced(state)
                 self.values[key] = state
-            if isinstance(part, StateTarget):
+            if isinstance(part, StateTarget | ModuleTarget):
                 self._text_keys += part.text_keys
 
     def warn_of_differences(self) -> None:
@@ -354,7 +354,7 @@ def _read_state(key: str, states: States, value: Any, for_load: bool) -> Any:
             own = OptionalObject() if own_rank() else None
         return {f"rank{own_rank()}": own}
     if isinstance(value, nn.Module):
-        return _module_state(value, states.names, for_load, not states.only_compared)
+        return _module_state(key, value, states, for_load)
     has_state = is_stateful(value)
     state = value.state_dict() if has_state else value
     target = None
@@ -374,14 +374,15 @@ def _read_state(key: str, states: States, value: Any, for_load: bool) -> Any:
     return split_state(key, state)
 
 
-def _module_state(
-    module: nn.Module, names: ParameterNames, for_load: bool, needs_memory: bool
-) -> StateDict:
+def _module_state(key: str, module: nn.Module, states: States, for_load: bool) -> StateDict:
     own = module.state_dict()
-    resolved = names.resolve_all(module, own)
+    resolved = states.names.resolve_all(module, own)
     if not for_load:
-        return {resolved[name]: part for name, part in own.items()}
-    for name, part in own.items() if needs_memory else ():
+        return {
+            resolved[name]: part if is_tensor_of_module(name, part) else wrap_state(key, part)
+            for name, part in own.items()
+        }
+    for name, part in own.items() if not states.only_compared else ():
         if is_tensor_of_module(name, part) and part.device.type == "meta":
             raise CheckpointError(
                 f"{name} is on the meta device and has no memory to load into. Call the module's "

@@ -42,8 +42,10 @@ class LocalSteps(StepStore):
     patience = 30.0
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        # Not os.path.abspath, which removes ``..`` after a symbolic link.
-        super().__init__(os.fspath(absolute(root)))
+        path = os.fspath(absolute(root))
+        # os.path.abspath would remove ``..`` after a symbolic link. The path of a root identifies
+        # it, so it must not depend on the working directory.
+        super().__init__(os.path.realpath(path) if "/../" in f"{path}/" else path)
         self.protocol = _core.StepRoot(self.root)
 
     def lease_store(self) -> LeaseFile:

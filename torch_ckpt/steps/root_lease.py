@@ -263,10 +263,8 @@ class _HeldLease:
 
     def release(self) -> None:
         """Releases one share."""
-        # No thread may get a share between the two calls.
-        with _leases.taking:
-            if os.getpid() == self._pid and _leases.drop_share(self):
-                self.close()
+        if os.getpid() == self._pid and _leases.drop_share(self):
+            self.close()
 
     def close(self) -> None:
         """Releases the lease. Does nothing if the file system fails: the lease then looks like that
@@ -297,13 +295,11 @@ class _Leases:
     """The leases of this process. A forked child has a new object, with new locks.
 
     Attributes:
-        taking: held while a thread takes or releases a lease, which may take long. No fork waits
-            for it.
+        taking: held while a thread takes a lease, which may take long. No fork waits for it.
     """
 
     def __init__(self) -> None:
-        # The cycle collector may release a lease in a thread that takes one.
-        self.taking = threading.RLock()
+        self.taking = threading.Lock()
         # Guards _held, the users and the shares of managers; never held during a system call. The
         # cycle collector may release a lease in a thread that holds the lock.
         self.lock = threading.RLock()
@@ -313,8 +309,7 @@ class _Leases:
         """Adds a share to the lease of a run, if this process holds it."""
         with self.lock:
             for held in self._held:
-                # Without users, the lease is about to be released.
-                if held.record.run == run and held.users > 0:
+                if held.record.run == run:
                     held.users += 1
                     return held
         return None
@@ -324,7 +319,7 @@ class _Leases:
             self._held.append(held)
 
     def drop_share(self, held: _HeldLease) -> bool:
-        """Returns True if the share was the last one. The lease then gets no new shares."""
+        """Returns True if the share was the last one."""
         with self.lock:
             held.users -= 1
             return held.users == 0

@@ -186,8 +186,11 @@ class TieredSteps(StepStore):
     def path_of(self, step: int) -> str:
         return self.root_steps.path_of(step)
 
+    def set_pinned(self, step: int, pinned: bool) -> None:
+        self.root_steps.set_pinned(step, pinned)
+
     def _set_pinned(self, step: int, pinned: bool) -> None:
-        self.root_steps._set_pinned(step, pinned)
+        raise AssertionError("set_pinned() calls the root")
 
     def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
         # The copier may continue the copy in an unfinished directory.

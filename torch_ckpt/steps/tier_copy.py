@@ -111,7 +111,7 @@ class _Plan(NamedTuple):
         seen: how often every rank was notified.
         noted: the saves that the root has now, or had, and that all hosts have noted.
         published: the other saves that the root has now, or had.
-        fresh: those of them that no host has noted.
+        fresh: the saves in ``published`` that no host has noted.
         unwanted: the saves to delete from the disks.
         save: the save to copy to the root; None if there is none.
         shared: the save of which hosts copy files of other hosts; None if there is none.

@@ -35,8 +35,9 @@ class TierSource(Source):
 
     Args:
         path: directory or URL of the step beneath the root, for messages.
-        places: open the places, in the load, so that an error of one rank ends the load of all
-            ranks. A file is read from the first place that has it. Closed with this object.
+        places: functions that open the places. :meth:`open` calls them, so that an error of one
+            rank ends the load of all ranks. A file is read from the first place that has it. The
+            places are closed with this object.
         options: see :class:`torch_ckpt.ReadOptions`.
     """
 

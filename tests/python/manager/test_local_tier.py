@@ -354,7 +354,7 @@ def test_a_copy_deletes_no_step_that_training_has_not_reached_again(root: Path, 
     note.unlink()
     tier = LocalTier(disk)
     with CheckpointManager(root, interval=1, keep=5, local=tier, preemption=None) as manager:
-        with pytest.warns(UserWarning, match="the root has later steps"):
+        with pytest.warns(UserWarning, match="there are later steps"):
             manager.restore(state_of(0), step=2)
         manager.wait_until_finished(published=True)
         assert note.exists()
@@ -366,7 +366,7 @@ def test_a_step_that_is_trained_again_replaces_the_abandoned_one(root: Path, dis
     with CheckpointManager(root, interval=1, keep=5, local=tier, preemption=None) as manager:
         save(manager, 1, 2, 3, 4, 5)
     with CheckpointManager(root, interval=1, keep=5, local=tier, preemption=None) as manager:
-        with pytest.warns(UserWarning, match="the root has later steps"):
+        with pytest.warns(UserWarning, match="there are later steps"):
             manager.restore(state_of(0), step=2)
         manager.save(3, state_of(30))
         manager.wait_until_finished(published=True)
@@ -528,3 +528,12 @@ def test_a_disk_that_has_lost_the_step_since_it_was_listed_is_not_read(
         assert source.index is not None
         assert sorted(source.index.names()) == ["step", "t", "u"]
     assert "another host or the root may have the files" in caplog.text
+
+
+def test_a_pin_is_set_beneath_the_root(root: Path, disk: Path) -> None:
+    with manager_of(root, disk) as manager:
+        save(manager, 1)
+        manager.pin(1)
+        assert (root / "0000000001" / "pinned").exists()
+        manager.unpin(1)
+        assert not (root / "0000000001" / "pinned").exists()

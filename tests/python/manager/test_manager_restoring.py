@@ -89,7 +89,7 @@ def test_any_step_can_be_restored_by_number_with_a_warning_of_later_ones(make: M
     train(made, range(1, 5))
     with no_warnings():
         assert restored(made, 4) == 4
-    text = r"step 2 was restored, but the root has later steps \(\[3, 4"
+    text = r"step 2 was restored, but there are later steps \(\[3, 4"
     with pytest.warns(UserWarning, match=text):
         assert restored(made, 2) == 2
 

@@ -275,18 +275,6 @@ def test_extra_state_saved_by_stock_torch_is_restored(
     assert_equal(model[0].extra, extra)
 
 
-@EXTRA
-def test_stock_torch_restores_extra_state_that_torch_ckpt_has_saved(
-    tmp_path: Path, extra: Any, fresh: Any
-) -> None:
-    torch_ckpt.save({"model": nn.Sequential(Extra(extra))}, tmp_path)
-    model = nn.Sequential(Extra(fresh))
-    state = {"model": model.state_dict()}
-    stock_load(state, tmp_path)
-    model.load_state_dict(state["model"])
-    assert_equal(model[0].extra, extra)
-
-
 def test_a_buffer_whose_name_ends_like_extra_state_is_a_tensor(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("decoder_extra_state", torch.ones(3))
@@ -326,3 +314,12 @@ def test_an_optimizer_that_stock_torch_saved_before_its_first_step_is_restored(
     restore(fresh, tmp_path)
     assert fresh["optimizer"].state_dict()["state"] == {}
     assert [group["lr"] for group in fresh["optimizer"].param_groups] == [0.7, 0.35]
+
+
+def test_a_value_that_a_checkpoint_of_torch_ckpt_lacks_is_missing_even_if_its_state_is_empty(
+    tmp_path: Path,
+) -> None:
+    scaler = torch.amp.GradScaler(enabled=False)
+    torch_ckpt.save({"scaler": scaler}, tmp_path)
+    with pytest.raises(LoadMismatch, match=r"scaller\._objects"):
+        torch_ckpt.load({"scaller": scaler}, tmp_path)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.fault_hooks import at_fault_points, before, failing
 from tests.local_steps import ATTEMPT, failure, listed, names, saved, state, unfinished, value_of
 from tests.support import assert_equal, cause_of, save_step, stock_load
-from torch_ckpt import RootInUse, WriteOptions, _core
+from torch_ckpt import WriteOptions, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.marker import read_marker
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
@@ -340,7 +340,6 @@ def test_a_step_is_not_deleted_while_another_process_holds_the_lock_on_the_root(
     saved(store, 1)
     with closing(OpenDirectory(tmp_path)) as root:
         lock = _core.RootLock(root, 0.0)
-        with pytest.raises(RootInUse, match="another process has held the lock on this root"):
-            store.delete(1)
+        assert not store.delete(1)
         lock.release()
     assert store.delete(1)
