@@ -561,11 +561,11 @@ class LoadRun:
     def _add_tied(self) -> None:
         """Counts a missing tensor as loaded if a loaded tensor has the same memory."""
         report = self.report
-        values = self._state_dict.items()
-        # A meta tensor is replaced by a tensor of its own.
-        memories = {k: memory_of(v) for k, v in values if not getattr(v, "is_meta", False)}
+        memories = {key: memory_of(value) for key, value in self._state_dict.items()}
         loaded = {memories.get(name) for name in report.loaded} - {None}
-        tied = [name for name in report.missing if memories.get(name) in loaded]
+        found = [name for name in report.missing if memories.get(name) in loaded]
+        # The load replaces each meta tensor with a tensor of its own.
+        tied = [name for name in found if not self._state_dict[name].is_meta]
         report.loaded += tied
         report.missing = [name for name in report.missing if name not in tied]
         report.absent = [key for key in report.absent if key not in tied]
