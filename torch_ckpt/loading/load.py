@@ -423,7 +423,8 @@ class LoadRun:
                 f"names=: {report}",
                 report,
             )
-        for problem in self._emptied() if strict else ():
+        problem = next(self._emptied(), None) if strict else None
+        if problem is not None:
             raise LoadMismatch(problem, report)
 
     def _emptied(self) -> Iterator[str]:

@@ -226,9 +226,8 @@ class Deletions:
             is_protected = step in self._reading or step == self._verified
         try:
             # The step may have been pinned since it was listed.
-            is_deleted = not (is_protected or self._store.is_pinned(step)) and self._store.delete(
-                step
-            )
+            is_protected = is_protected or self._store.is_pinned(step)
+            is_deleted = not is_protected and self._store.delete(step)
         except OSError as error:
             LOGGER.warning(
                 "step %d could not be deleted: %s. The next save will retry", step, error
